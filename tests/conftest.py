@@ -1,0 +1,25 @@
+"""What every test shares: the CPU as a detected device, and small specs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import kvhal
+from kvhal.hal import Hal
+
+
+@pytest.fixture(scope="session")
+def hal() -> Hal:
+    """The CPU platform, whatever torch build runs the tests."""
+    return kvhal.get("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_lease_is_left_open() -> Iterator[None]:
+    """A test that leaves a live lease would hide a leak from the next."""
+    yield
+    from kvhal.lease import live_leases
+
+    assert [lease for lease in live_leases() if lease.is_open] == []
