@@ -6,7 +6,6 @@ YAML and checked as a whole; a missing, doubled or meaningless answer fails at l
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -16,7 +15,9 @@ from kvhal import modes
 from kvhal.capability_rows import arch_token, read
 from kvhal.cells import OPERATIONS, Cell, Limits, Operation, Path, Shapes, Support
 from kvhal.errors import ConfigError, UnsupportedMode
-from kvhal.located_yaml import Reader
+from kvhal.spelling import nearest
+from kvhal.textfile import read_text
+from kvhal.yaml_source import parse
 
 __all__ = [
     "OPERATIONS",
@@ -45,17 +46,13 @@ class CapabilityTable:
     def load(cls, path: FilePath | str, *, platform: str | None = None) -> CapabilityTable:
         """The table in a file; `platform` is the name it must be for. Raises ConfigError with every problem."""
         file = FilePath(path)
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as exc:
-            raise ConfigError(f"{file}: the capability table cannot be read: {exc}") from exc
         # Folder and file: the same rule reads the same in every report, wherever the wheel is installed.
-        return cls.from_text(text, f"{file.parent.name}/{file.name}", platform=platform)
+        return cls.from_text(read_text(file, str(file)), f"{file.parent.name}/{file.name}", platform=platform)
 
     @classmethod
     def from_text(cls, text: str, name: str, *, platform: str | None = None) -> CapabilityTable:
         """The table in a YAML text; `name` stands for the file in rules and problems. Raises as `load` does."""
-        rows = read(Reader(text, name), platform)
+        rows = read(parse(text, name), platform)
         cells, operations = MappingProxyType(rows.cells), MappingProxyType(rows.operations)
         return cls(rows.platform, rows.archs, name, cells, operations)
 
@@ -77,10 +74,10 @@ class CapabilityTable:
         token = arch_token(arch)
         if token in self.archs:
             return token
-        near = difflib.get_close_matches(token, self.archs, n=1)
-        nearest = f"; nearest in spelling: {near[0]!r}" if near else ""
+        near = nearest(token, self.archs)
+        hint = f"; nearest in spelling: {near!r}" if near else ""
         raise UnsupportedMode(
             f"{asked} was asked on platform {self.platform!r}, arch {arch!r}; {self.source} has no row for arch "
-            f"{token!r} and no other arch's is used in its place (known: {', '.join(self.archs)}{nearest}); "
+            f"{token!r} and no other arch's is used in its place (known: {', '.join(self.archs)}{hint}); "
             f"add {token!r} to 'archs' there, with a row for each mode and operation, or use a device of a known arch"
         )

@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import yaml
-
 from kvhal.cells import NO_LIMITS, OPERATIONS, Cell, Limits, Operation, Path, Support
-from kvhal.errors import Problem
-from kvhal.located_yaml import Reader
 from kvhal.modes import MODES
+from kvhal.yaml_fields import FieldReader, Node
+from kvhal.yaml_source import Source
 
 __all__ = ["TableRows", "arch_token", "read"]
 
+_TOP_KEYS = ("platform", "archs", "modes", "operations")
 _MODE_KEYS = ("path", "encoding", "encodings", "reason", "instead", "evidence", "links", "head_dim", "block_size")
 _OPERATION_KEYS = ("reason", "links")
 
-Fields = dict[str, yaml.Node]
+Fields = dict[str, Node]
 Key = tuple[str, str]
 
 
@@ -39,7 +38,7 @@ class TableRows:
 class _Row:
     """One row whose names, archs and support could be read."""
 
-    node: yaml.Node
+    node: Node
     fields: Fields
     keys: tuple[Key, ...]
     support: Support
@@ -52,27 +51,31 @@ def arch_token(arch: str) -> str:
     return arch.split(":", 1)[0]
 
 
-def read(reader: Reader, platform: str | None) -> TableRows:
+def read(source: Source, platform: str | None) -> TableRows:
     """The rows of a table; `platform` is the name it must be for. Raises ConfigError with every problem."""
-    top = reader.mapping(reader.root, "a capability table", required=("platform", "archs", "modes", "operations"))
-    reader.finish()
-    fields: Fields = top if top is not None else {}
+    reader = FieldReader(source)
+    fields = reader.mapping(reader.root, "a capability table", required=_TOP_KEYS) or {}
+    if len(fields) < len(_TOP_KEYS):
+        reader.finish()
     name = reader.string(fields["platform"], "platform")
     if platform is not None and name is not None and name != platform:
         reader.problem(fields["platform"], f"this table is for platform {name!r}, but {platform!r} loads it")
     table = TableRows(name or "", _archs(reader, fields["archs"]))
-    for row in _Section("modes", tuple(MODES), _MODE_KEYS, table.archs).rows(reader, fields["modes"]):
+    cells = _Section("modes", tuple(MODES), _MODE_KEYS, table.archs)
+    for row in cells.rows(reader, fields["modes"]):
         table.cells.update(_cells(reader, row))
     operations = _Section("operations", tuple(OPERATIONS), _OPERATION_KEYS, table.archs)
     for row in operations.rows(reader, fields["operations"]):
         table.operations.update(_operations(reader, row))
-    for cell in table.cells.values():
-        reader.problems.extend(_instead_problems(cell, table.cells))
+    for key, cell in table.cells.items():
+        instead = Node((*cells.claimed[key].path, "instead"), cell.instead)
+        for problem in _instead_problems(cell, table.cells):
+            reader.problem(instead, problem)
     reader.finish()
     return table
 
 
-def _archs(reader: Reader, node: yaml.Node) -> tuple[str, ...]:
+def _archs(reader: FieldReader, node: Node) -> tuple[str, ...]:
     archs = reader.strings(node, "archs")
     for arch in archs:
         if arch != arch_token(arch) or arch == "all":
@@ -90,9 +93,9 @@ class _Section:
     names: tuple[str, ...]
     optional: tuple[str, ...]
     archs: tuple[str, ...]
-    claimed: dict[Key, str] = field(default_factory=dict)
+    claimed: dict[Key, Node] = field(default_factory=dict)
 
-    def rows(self, reader: Reader, node: yaml.Node) -> Iterator[_Row]:
+    def rows(self, reader: FieldReader, node: Node) -> Iterator[_Row]:
         """Every readable row; says which answers are missing or doubled once all are read."""
         required = ("archs", self.what, "support")
         for item in reader.sequence(node, self.what):
@@ -107,26 +110,26 @@ class _Section:
             if missing:
                 reader.problem(node, f"{self.what}: {name!r} has no row for {missing}; add one, whatever its support")
 
-    def claim(self, reader: Reader, item: yaml.Node, fields: Fields) -> Iterator[Key]:
+    def claim(self, reader: FieldReader, item: Node, fields: Fields) -> Iterator[Key]:
         """What this row answers and no earlier one did. A row that turns out unreadable still holds its claim."""
         names = reader.strings(fields[self.what], self.what, self.names) if self.what in fields else ()
         archs = _row_archs(reader, fields["archs"], self.archs) if "archs" in fields else ()
         for key in ((name, arch) for name in names for arch in archs):
             if key in self.claimed:
-                twice = f"{key[0]!r} on {key[1]!r} is answered twice (first at {self.claimed[key]})"
+                twice = f"{key[0]!r} on {key[1]!r} is answered twice (first at {reader.line(self.claimed[key])})"
                 reader.problem(item, f"{self.what}: {twice}; keep one")
             else:
-                self.claimed[key] = reader.where(item)
+                self.claimed[key] = item
                 yield key
 
 
-def _row_archs(reader: Reader, node: yaml.Node, archs: tuple[str, ...]) -> tuple[str, ...]:
-    if isinstance(node, yaml.ScalarNode) and node.value == "all":
+def _row_archs(reader: FieldReader, node: Node, archs: tuple[str, ...]) -> tuple[str, ...]:
+    if node.value == "all":
         return archs
     return reader.strings(node, "archs", archs)
 
 
-def _row(reader: Reader, item: yaml.Node, fields: Fields, keys: tuple[Key, ...]) -> _Row | None:
+def _row(reader: FieldReader, item: Node, fields: Fields, keys: tuple[Key, ...]) -> _Row | None:
     support = reader.choice(fields["support"], "support", Support) if "support" in fields else None
     reason = _text(reader, fields, "reason")
     links = reader.strings(fields["links"], "links") if "links" in fields else ()
@@ -137,7 +140,7 @@ def _row(reader: Reader, item: yaml.Node, fields: Fields, keys: tuple[Key, ...])
     return _Row(item, fields, keys, support, reason, links)
 
 
-def _cells(reader: Reader, row: _Row) -> dict[Key, Cell]:
+def _cells(reader: FieldReader, row: _Row) -> dict[Key, Cell]:
     fields = row.fields
     path = reader.choice(fields["path"], "path", Path) if "path" in fields else None
     if "path" in fields and row.support is Support.REFUSED:
@@ -159,7 +162,7 @@ def _cells(reader: Reader, row: _Row) -> dict[Key, Cell]:
             instead=instead,
             evidence=evidence,
             links=row.links,
-            rule=reader.where(row.node),
+            rule=reader.line(row.node),
             encodings=stored[mode],
             head_dim=head_dim,
             block_size=block_size,
@@ -168,12 +171,12 @@ def _cells(reader: Reader, row: _Row) -> dict[Key, Cell]:
     }
 
 
-def _operations(reader: Reader, row: _Row) -> dict[Key, Operation]:
-    where = reader.where(row.node)
-    return {(name, arch): Operation(name, arch, row.support, row.reason, row.links, where) for name, arch in row.keys}
+def _operations(reader: FieldReader, row: _Row) -> dict[Key, Operation]:
+    rule = reader.line(row.node)
+    return {(name, arch): Operation(name, arch, row.support, row.reason, row.links, rule) for name, arch in row.keys}
 
 
-def _encodings(reader: Reader, fields: Fields, mode: str) -> tuple[str, ...]:
+def _encodings(reader: FieldReader, fields: Fields, mode: str) -> tuple[str, ...]:
     """The encodings a row accepts for `mode`, its default first; without the key `encodings` only that one."""
     known = MODES[mode].encodings
     what = f"of mode {mode!r}"
@@ -187,7 +190,7 @@ def _encodings(reader: Reader, fields: Fields, mode: str) -> tuple[str, ...]:
     return (default, *(e for e in listed if e != default))
 
 
-def _limits(reader: Reader, fields: Fields, what: str) -> Limits:
+def _limits(reader: FieldReader, fields: Fields, what: str) -> Limits:
     if what not in fields:
         return NO_LIMITS
     given = reader.mapping(fields[what], what, optional=("min", "max", "multiple_of"))
@@ -200,15 +203,15 @@ def _limits(reader: Reader, fields: Fields, what: str) -> Limits:
     return limits
 
 
-def _text(reader: Reader, fields: Fields, what: str) -> str:
+def _text(reader: FieldReader, fields: Fields, what: str) -> str:
     return (reader.string(fields[what], what) or "") if what in fields else ""
 
 
-def _instead_problems(cell: Cell, cells: dict[Key, Cell]) -> Iterator[Problem]:
+def _instead_problems(cell: Cell, cells: dict[Key, Cell]) -> Iterator[str]:
     for name in cell.instead:
         other = cells.get((name, cell.arch))
         if name == cell.mode:
-            yield Problem(f"instead: {name!r} is the mode of the row itself; name another", where=cell.rule)
+            yield f"instead: {name!r} is the mode of the row itself; name another"
         elif other is not None and not other.support.is_accepted:
-            message = f"instead of {cell.mode!r}: {name!r} is {other.support.value} on {cell.arch!r} ({other.rule})"
-            yield Problem(f"{message}; suggest what the table accepts", where=cell.rule)
+            found = f"{name!r} is {other.support.value} on {cell.arch!r} ({other.rule})"
+            yield f"instead of {cell.mode!r}: {found}; suggest what the table accepts"

@@ -37,16 +37,11 @@ class Layer:
         """`file:line`, or the variable's or option's name."""
         if self.source is None:
             return self.label
-        return f"{self.source.name}:{self.source.mark(path).line + 1}"
+        return self.source.line(path)
 
     def is_broken(self, path: KeyPath, *, missing: bool) -> bool:
         """Whether a value at `path` was already refused while parsing, so that more about it would mislead."""
-        if self.source is None:
-            return False
-        broken = self.source.broken
-        if missing and any((*path[:n], "<<") in broken for n in range(len(path))):
-            return True
-        return any(path[:n] in broken for n in range(1, len(path) + 1))
+        return self.source is not None and self.source.is_broken(path, missing=missing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +126,7 @@ class _Extends:
     def _version(self, source: Source, value: dict[str, Any]) -> None:
         version = value.get("kvhal")
         if "kvhal" not in value:
-            where, excerpt = source.where((), at_key=True), source.excerpt(())
-            self.problems.append(
-                Problem("kvhal is missing; every file states its schema", where, excerpt, "add `kvhal: 1`")
-            )
+            self._note(source, (), "kvhal is missing; every file states its schema", "add `kvhal: 1`")
         elif type(version) is not int or version != 1:
             message = f"kvhal is {version!r}; this kvhal reads version 1 of the schema, the plain number"
             self._note(source, ("kvhal",), message, "write `kvhal: 1`")
@@ -170,7 +162,7 @@ class _Extends:
         return []
 
     def _note(self, source: Source, path: KeyPath, message: str, hint: str = "") -> None:
-        self.problems.append(Problem(message, source.where(path), source.excerpt(path), hint))
+        self.problems.append(source.problem(path, message, hint))
 
 
 def env_layers(env: Mapping[str, str], problems: list[Problem]) -> list[Layer]:

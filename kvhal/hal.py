@@ -11,8 +11,9 @@ from kvhal.contract import Adopted, Platform
 from kvhal.decision import Policy, SpecDecision
 from kvhal.errors import PlatformError
 from kvhal.host import HostFacts
-from kvhal.layout import LayoutKind, Order
+from kvhal.layout import Order
 from kvhal.lease import CacheLease
+from kvhal.page import LayoutKind
 from kvhal.plan import Addressing, OnLeak, Plan, make_plan
 from kvhal.probe import DeviceFacts
 from kvhal.profile import Profiling

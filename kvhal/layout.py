@@ -1,16 +1,6 @@
 """Where every byte of a cache lives. The planner makes a `Layout`; nobody else computes a stride or a size. No torch.
 
-A field is one array inside a page, with the same five axes in both named layouts::
-
-    (head, tile, hi, channel, lo)      token in page = (tile * HI + hi) * LO + lo
-
-    tiled    page[head][block_size/16]{K[16][C] | V[4][C][4 tokens] | k words[16] | v words[16]}
-             tiles of 16 tokens; K: HI 16, LO 1; V: HI 4, LO 4 (four tokens of one channel stand together)
-    inline   page[token][head]{K[C] | k word | V[C] | v word}          a tile is one token; HI 1, LO 1
-
-C is head_dim elements of 16-bit modes, head_dim bytes of 8-bit modes, head_dim/2 bytes of int4. A row word is four
-bytes: the fp32 scale, or for int4 the bf16 scale (high half) and fp16 zero (low half). Opaque stores follow, each
-aligned to 16 bytes. Pages are padded to `page_align`; `page_bytes` is the content, `page_stride` the distance.
+Pages are padded to `page_align`; `page_bytes` is the content, `page_stride` the distance. What is inside one: page.py.
 
 The storage is: the pages of every group | static scales fp32 [layers][2] if a mode needs them | counters int64 [2]
 {nonfinite_rows, rejected_slots}.
@@ -20,32 +10,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
 from kvhal.errors import ConfigError, SpecMismatch
 from kvhal.modes import Scaling
-from kvhal.spec import OPAQUE_ITEM_BYTES, CacheGroup, CacheSpec, OpaqueStore, ScaledStore
+from kvhal.page import ALIGNMENT, Field, LayoutKind, align, content_bytes, page_fields
+from kvhal.spec import CacheGroup, CacheSpec, ScaledStore
 
 __all__ = ["Field", "ForeignView", "GroupLayout", "Layout", "LayoutKind", "Order", "PageRange"]
 
 LAYOUT_VERSION = 1
-ALIGNMENT = 16
-TILE_TOKENS = 16
-V_INTERLEAVE = 4
-WORD_BYTES = 4
+SCALE_BYTES = 4
 COUNTERS = ("nonfinite_rows", "rejected_slots")
 COUNTER_BYTES = 8
-
-
-class LayoutKind(StrEnum):
-    """The two named arrangements of a page."""
-
-    TILED = "tiled"
-    INLINE = "inline"
 
 
 class Order(StrEnum):
@@ -53,25 +33,6 @@ class Order(StrEnum):
 
     LAYER_MAJOR = "layer_major"
     BLOCK_MAJOR = "block_major"
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One array inside a page: byte `offset`, `shape` and byte `strides` over (head, tile, hi, channel, lo)."""
-
-    name: str
-    dtype: str
-    itemsize: int
-    offset: int
-    shape: tuple[int, int, int, int, int]
-    strides: tuple[int, int, int, int, int]
-
-    def address(self, head: int, token: int, channel: int) -> int:
-        """Byte offset in the page of one item (a code, two packed int4 codes, or a word with channel 0)."""
-        _, _, hi, _, lo = self.shape
-        tile, inside = divmod(token, hi * lo)
-        index = (head, tile, inside // lo, channel, inside % lo)
-        return self.offset + sum(i * s for i, s in zip(index, self.strides, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +136,14 @@ class Layout:
             blocks = num_blocks if isinstance(num_blocks, int) else _blocks_named(num_blocks, group.name)
             if blocks < 1:
                 raise ConfigError(f"group {group.name!r}: num_blocks is {blocks!r}; a cache needs 1 or more")
-            placed = _place_group(group, blocks, kind, order, page_align, page_stride, _up(end, page_align))
+            placed = _place_group(group, blocks, kind, order, page_align, page_stride, align(end, page_align))
             groups.append(placed)
             end = placed.offset + placed.nbytes
-        end = _up(end, ALIGNMENT)
+        end = align(end, ALIGNMENT)
         scales_offset = None
         if any(isinstance(s, ScaledStore) and s.mode_.scaling is Scaling.STATIC for g in spec.groups for s in g.stores):
             scales_offset = end
-            end = _up(end + spec.num_layers * 2 * WORD_BYTES, ALIGNMENT)
+            end = align(end + spec.num_layers * 2 * SCALE_BYTES, ALIGNMENT)
         return cls(spec, kind, order, tuple(groups), scales_offset, end)
 
     @property
@@ -303,102 +264,27 @@ def _blocks_named(num_blocks: Mapping[str, int], group: str) -> int:
     return num_blocks[group]
 
 
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 def _place_group(
     group: CacheGroup, blocks: int, kind: LayoutKind, order: Order, page_align: int, page_stride: int | None, start: int
 ) -> GroupLayout:
-    if kind is LayoutKind.TILED and group.k is not None and group.block_size % TILE_TOKENS:
-        raise ConfigError(
-            f"group {group.name!r}: block_size {group.block_size} does not fit the tiled layout, whose tiles hold "
-            f"{TILE_TOKENS} tokens; use a multiple of {TILE_TOKENS}, or layout 'inline'"
-        )
-    fields: list[Field] = []
-    if group.k is not None and group.v is not None:
-        place = _tiled_fields if kind is LayoutKind.TILED else _inline_fields
-        fields.extend(place(group.k, group.v, group.block_size))
-    end = max((f.offset + _span(f) for f in fields), default=0)
-    for store in group.stores:
-        if isinstance(store, OpaqueStore):
-            fields.append(_opaque_field(store, group.block_size, _up(end, ALIGNMENT)))
-            end = fields[-1].offset + _span(fields[-1])
-    stride = _up(end, page_align) if page_stride is None else page_stride
+    fields = page_fields(group, kind)
+    end = content_bytes(fields)
+    stride = align(end, page_align) if page_stride is None else page_stride
     if stride < end or stride % page_align:
         raise ConfigError(
             f"group {group.name!r}: page_stride {stride} does not hold a page of {end} bytes at a multiple of "
-            f"page_align {page_align}; use at least {_up(end, page_align)}"
+            f"page_align {page_align}; use at least {align(end, page_align)}"
         )
     by_layer = order is Order.LAYER_MAJOR
     return GroupLayout(
         group=group,
         num_blocks=blocks,
-        fields=tuple(fields),
+        fields=fields,
         page_bytes=end,
         page_stride=stride,
         offset=start,
         layer_stride=blocks * stride if by_layer else stride,
         block_stride=stride if by_layer else len(group.layers) * stride,
-    )
-
-
-def _span(field: Field) -> int:
-    return sum((n - 1) * s for n, s in zip(field.shape, field.strides, strict=True)) + field.itemsize
-
-
-def _row(store: ScaledStore) -> tuple[str, int, int, int]:
-    """dtype, bytes an item, items a row and bytes a row word of a store."""
-    enc = store.encoding_
-    itemsize = max(1, enc.bits // 8)
-    word = WORD_BYTES if store.mode_.scaling is Scaling.ROW else 0
-    dtype = enc.dtype if enc.bits == 16 else "uint8"
-    return dtype, itemsize, enc.row_bytes(store.head_dim) // itemsize, word
-
-
-def _word_dtype(store: ScaledStore) -> str:
-    return "int32" if store.encoding_.bits == 4 else "float32"
-
-
-def _tiled_fields(k: ScaledStore, v: ScaledStore, block_size: int) -> Iterable[Field]:
-    heads, tiles = k.num_kv_heads, block_size // TILE_TOKENS
-    rows = (_row(k), _row(v))
-    tile = sum(TILE_TOKENS * (items * size + word) for _, size, items, word in rows)
-    head = tiles * tile
-    offset = 0
-    for name, (dtype, size, items, _), lo in zip(("k", "v"), rows, (1, V_INTERLEAVE), strict=True):
-        shape = (heads, tiles, TILE_TOKENS // lo, items, lo)
-        yield Field(name, dtype, size, offset, shape, (head, tile, lo * items * size, lo * size, size))
-        offset += TILE_TOKENS * items * size
-    for store, (_, _, _, word) in zip((k, v), rows, strict=True):
-        if word:
-            shape = (heads, tiles, TILE_TOKENS, 1, 1)
-            yield Field(f"{store.name}_word", _word_dtype(store), word, offset, shape, (head, tile, word, word, word))
-            offset += TILE_TOKENS * word
-
-
-def _inline_fields(k: ScaledStore, v: ScaledStore, block_size: int) -> Iterable[Field]:
-    heads = k.num_kv_heads
-    row = sum(items * size + word for _, size, items, word in (_row(k), _row(v)))
-    offset = 0
-    for store in (k, v):
-        dtype, size, items, word = _row(store)
-        strides = (row, heads * row, heads * row, size, size)
-        yield Field(store.name, dtype, size, offset, (heads, block_size, 1, items, 1), strides)
-        offset += items * size
-        if word:
-            strides = (row, heads * row, heads * row, word, word)
-            yield Field(f"{store.name}_word", _word_dtype(store), word, offset, (heads, block_size, 1, 1, 1), strides)
-            offset += word
-
-
-def _opaque_field(store: OpaqueStore, block_size: int, offset: int) -> Field:
-    size = OPAQUE_ITEM_BYTES[store.dtype]
-    items = math.prod(store.shape)
-    tokens = block_size if store.per == "token" else 1
-    total = tokens * items * size
-    return Field(
-        store.name, store.dtype, size, offset, (1, 1, tokens, items, 1), (total, total, items * size, size, size)
     )
 
 

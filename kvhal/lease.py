@@ -233,9 +233,9 @@ class CacheLease:
     def relinquish(self) -> RegionRelease:
         """Drop the storages and deal with whoever still holds them. Only `Platform.cleanup` calls this."""
         self._state = _State.CLOSED
-        regions = [*(step.region for step in self._steps), self._region]
+        parts = [step.release() for step in self._steps]
         self._steps.clear()
-        parts = [region.release() for region in regions]
+        parts.append(self._region.release())
         return RegionRelease(
             sum(p.returned for p in parts), sum(p.pinned for p in parts), tuple(h for p in parts for h in p.holders)
         )
@@ -244,7 +244,7 @@ class CacheLease:
     def asked_bytes(self) -> int:
         """Bytes this lease took from the device: the cache (unless adopted) and its steps."""
         cache = 0 if self._region.is_adopted else self._region.nbytes
-        return cache + sum(step.region.nbytes for step in self._steps)
+        return cache + sum(step.nbytes for step in self._steps)
 
     @property
     def is_adopted(self) -> bool:

@@ -6,13 +6,13 @@ user asks for: an encoding family plus where its scales live.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from enum import Enum
 
 from kvhal.errors import ConfigError
+from kvhal.spelling import nearest
 
-__all__ = ["ENCODINGS", "MODES", "Encoding", "Mode", "Scaling", "encoding", "mode"]
+__all__ = ["ENCODINGS", "MODES", "MODE_NAMES", "Encoding", "Mode", "Scaling", "encoding", "mode"]
 
 
 class Scaling(Enum):
@@ -82,15 +82,16 @@ _MODES = (
 )
 MODES: dict[str, Mode] = {m.name: m for m in _MODES}
 _BY_ANY_NAME: dict[str, Mode] = {name: m for m in _MODES for name in (m.name, *m.aliases)}
+MODE_NAMES: tuple[str, ...] = tuple(sorted(_BY_ANY_NAME))
 
 
 def mode(name: str) -> Mode:
     """The mode called `name` (canonical or alias, exact spelling). Raises ConfigError with the close matches."""
     found = _BY_ANY_NAME.get(name) if isinstance(name, str) else None
     if found is None:
-        close = difflib.get_close_matches(str(name).lower(), _BY_ANY_NAME, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"mode {name!r} is unknown; known: {', '.join(sorted(_BY_ANY_NAME))}{hint}")
+        close = nearest(str(name), MODE_NAMES)
+        hint = f"; did you mean {close!r}?" if close else ""
+        raise ConfigError(f"mode {name!r} is unknown; known: {', '.join(MODE_NAMES)}{hint}")
     return found
 
 

@@ -123,7 +123,8 @@ def convert(blocks: Blocks, to: str) -> Blocks:
     """The same values in the other fp8 family ("ocp" or "fnuz"): codes are the same bits, scales exactly 2x or 0.5x.
 
     Exact for everything kvhal stores: finite codes stop at 448 (OCP) and 224 (FNUZ). -0 becomes 0, for FNUZ has none.
-    FNUZ's own +-240, which only foreign bytes can hold, has no OCP code: it becomes NaN, counted in one log record.
+    FNUZ codes above those clamps (240; 32768 and up for e5m2fnuz) and the infinities of e5m2, which only foreign bytes
+    can hold, have no code on the other side: they become NaN, counted in one log record.
     Stores that are not fp8, and those already of the family, stay as they are.
     """
     family = Fp8Family(to)

@@ -9,7 +9,8 @@ from itertools import accumulate
 
 from kvhal.errors import ConfigError
 from kvhal.kernels.geometry import LayerGeometry
-from kvhal.layout import GroupLayout, Layout, LayoutKind, Order
+from kvhal.layout import GroupLayout, Layout, Order
+from kvhal.page import LayoutKind
 from kvhal.policy import SpecDecision
 from kvhal.spec import CacheSpec
 

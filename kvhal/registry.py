@@ -59,7 +59,7 @@ class Registry:
 
     def load(self, name: str) -> Platform:
         """A new adapter called `name`. Raises PlatformError, naming the distribution, for any that cannot serve."""
-        entry = self._entry(name)
+        entry = self.entry(name)
         asked = f"platform {name!r} of distribution {_distribution(entry)!r} ({entry.value})"
         try:
             adapter = entry.load()
@@ -77,7 +77,8 @@ class Registry:
             raise PlatformError(f"{asked} calls itself {own_name!r}; its author must give both the same name")
         return platform
 
-    def _entry(self, name: str) -> EntryPoint:
+    def entry(self, name: str) -> EntryPoint:
+        """Where the adapter called `name` enters; nothing is imported. Raises PlatformError if none or several do."""
         offers = {(_distribution(e), e.value): e for e in self.entries if e.name == name}
         if not offers:
             raise PlatformError(

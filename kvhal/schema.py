@@ -6,7 +6,6 @@ What concerns several fields at once is in `schema_rules`.
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -14,7 +13,9 @@ from pydantic_core import PydanticCustomError
 
 from kvhal import modes
 from kvhal.geometry import MAX_LAYERS
+from kvhal.modes import MODE_NAMES
 from kvhal.sizes import FORMS, parse_size
+from kvhal.spelling import nearest
 
 __all__ = [
     "Cache",
@@ -33,7 +34,6 @@ __all__ = [
     "json_schema",
 ]
 
-MODE_NAMES = tuple(sorted(name for m in modes.MODES.values() for name in (m.name, *m.aliases)))
 _LARGEST = 2**31 - 1
 
 
@@ -45,8 +45,8 @@ def _name_in(known: tuple[str, ...]) -> AfterValidator:
     def check(asked: str) -> str:
         if asked in known:
             return asked
-        close = difflib.get_close_matches(asked.lower(), known, n=1)
-        raise _refuse(f"one of {', '.join(known)}", f"write {close[0]}" if close else "")
+        close = nearest(asked, known)
+        raise _refuse(f"one of {', '.join(known)}", f"write {close}" if close else "")
 
     return AfterValidator(check)
 

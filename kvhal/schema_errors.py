@@ -5,7 +5,6 @@ A `Finding` carries the path of a value; where that value stands in which file i
 
 from __future__ import annotations
 
-import difflib
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from kvhal.schema import DeploymentFile
-from kvhal.yaml_source import KeyPath
+from kvhal.spelling import nearest
+from kvhal.yaml_source import KeyPath, shown
 
 __all__ = ["Finding", "check", "dotted", "key_hint"]
 
@@ -85,7 +85,7 @@ def _finding(kind: str, loc: KeyPath, found: object, ctx: dict[str, Any], tree: 
         must, hint = ctx["must"], ctx["hint"]
     if kind in ("dict_type", "model_type"):
         must = must if must.startswith("a mapping") or "for k and" in must else f"a mapping of keys ({must})"
-    return Finding(path, f"{dotted(path)} is {_shown(found)}; it must be {must}", hint)
+    return Finding(path, f"{dotted(path)} is {shown(found)}; it must be {must}", hint)
 
 
 def _existing(loc: KeyPath, tree: object) -> KeyPath:
@@ -98,18 +98,6 @@ def _existing(loc: KeyPath, tree: object) -> KeyPath:
     return loc
 
 
-def _shown(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, str):
-        return f"the text {value!r}" if len(value) <= 60 else f"the text {value[:57]!r}..."
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, (list, tuple)):
-        return "a list" if value else "an empty list"
-    return repr(value)
-
-
 def _value_hint(found: object, must: str, field: FieldInfo | None) -> str:
     choices = _choices(field)
     if isinstance(found, bool):
@@ -117,8 +105,8 @@ def _value_hint(found: object, must: str, field: FieldInfo | None) -> str:
     if not isinstance(found, str):
         return ""
     if choices:
-        close = difflib.get_close_matches(found.lower(), choices, n=1)
-        return f"write {close[0]}" if close else ""
+        close = nearest(found, choices)
+        return f"write {close}" if close else ""
     if "number" in must:
         try:
             number = float(found)
@@ -178,10 +166,10 @@ def key_hint(loc: KeyPath) -> str:
         places.setdefault(name, []).append(place)
     if key in places:
         return f"it belongs at {' or '.join(places[key])}"
-    if close := difflib.get_close_matches(key.lower(), siblings, n=1, cutoff=0.75):
-        return f"did you mean {dotted((*loc[:-1], close[0]))}?"
-    if close := difflib.get_close_matches(key.lower(), places, n=1, cutoff=0.75):
-        return f"did you mean {' or '.join(places[close[0]])}?"
+    if close := nearest(key, siblings, cutoff=0.75):
+        return f"did you mean {dotted((*loc[:-1], close))}?"
+    if close := nearest(key, places, cutoff=0.75):
+        return f"did you mean {' or '.join(places[close])}?"
     return f"keys here: {', '.join(siblings)}" if siblings else ""
 
 

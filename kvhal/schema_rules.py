@@ -11,12 +11,12 @@ from typing import Any
 from kvhal import modes
 from kvhal.errors import ConfigError
 from kvhal.modes import Mode, Scaling
+from kvhal.page import TILE_TOKENS
 from kvhal.schema_errors import Finding, dotted
 from kvhal.yaml_source import KeyPath
 
-__all__ = ["TILE", "findings"]
+__all__ = ["findings"]
 
-TILE = 16
 _SHAPE = ("num_layers", "num_kv_heads", "num_q_heads", "head_dim")
 _INLINE = (*_SHAPE, "head_dim_v", "window")
 
@@ -113,9 +113,10 @@ def _tiles(tree: dict[str, Any]) -> Iterator[Finding]:
     places += [("model", "groups", i, "block_size") for i in range(len(groups) if isinstance(groups, list) else 0)]
     for path in places:
         size = _look(tree, *path)
-        if isinstance(size, int) and not isinstance(size, bool) and size >= 1 and size % TILE:
-            message = f"{dotted(path)} is {size}; the tiled layout needs a multiple of {TILE}"
-            yield Finding(path, message, f"write {-(-size // TILE) * TILE}, or choose `cache.layout: inline`")
+        if isinstance(size, int) and not isinstance(size, bool) and size >= 1 and size % TILE_TOKENS:
+            message = f"{dotted(path)} is {size}; the tiled layout needs a multiple of {TILE_TOKENS}"
+            above = -(-size // TILE_TOKENS) * TILE_TOKENS
+            yield Finding(path, message, f"write {above}, or choose `cache.layout: inline`")
 
 
 def _encodings(tree: dict[str, Any]) -> Iterator[Finding]:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvhal.errors import SpecMismatch
+from kvhal.errors import SpecMismatch, StaleView
 from kvhal.plan import StepLayout
-from kvhal.region import Region
+from kvhal.region import Region, RegionRelease
 
 if TYPE_CHECKING:
     from kvhal.lease import CacheLease
@@ -30,12 +30,17 @@ class Step:
     ) -> None:
         self.group = group
         self.layout = layout
-        self.region = region
+        self.nbytes = region.nbytes
         self._lease = lease
-        self._bound = dict(bound)
-        for name in _arrays(layout):
-            if name not in self._bound:
-                self._array(name).fill_(-1 if name == "slots" else 0)
+        self._region = region
+        # Kept rather than made on each use: compiled code needs the same tensors, and store and attend make nothing.
+        self._tensors = {"workspace": region.tensor("uint8", layout.workspace, (layout.workspace_bytes,), (1,))}
+        for name, (dtype, offset, shape, strides) in _arrays(layout).items():
+            if name in bound:
+                self._tensors[name] = bound[name]
+            else:
+                self._tensors[name] = region.tensor(dtype, offset, shape, strides)
+                self._tensors[name].fill_(-1 if name == "slots" else 0)
 
     @property
     def slots(self) -> torch.Tensor:
@@ -56,7 +61,12 @@ class Step:
     @property
     def workspace(self) -> torch.Tensor:
         """Scratch of the kernels, uint8 [workspace_bytes]."""
-        return self.region.tensor("uint8", self.layout.workspace, (self.layout.workspace_bytes,), (1,))
+        return self._array("workspace")
+
+    def release(self) -> RegionRelease:
+        """Give the step's memory back; a bound buffer stays its engine's. Only the lease calls this."""
+        self._tensors.clear()
+        return self._region.release()
 
     def update(
         self,
@@ -84,10 +94,9 @@ class Step:
             self._fill_starts(query_lens)
 
     def _array(self, name: str) -> torch.Tensor:
-        if name in self._bound:
-            return self._bound[name]
-        dtype, offset, shape, strides = _arrays(self.layout)[name]
-        return self.region.tensor(dtype, offset, shape, strides)
+        if name not in self._tensors:
+            raise StaleView("a step of a closed KV cache was used; allocate a new lease and make a new step")
+        return self._tensors[name]
 
     def _fill(self, name: str, values: torch.Tensor, padding: int) -> None:
         target = self._array(name)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvhal.layout import Field
+from kvhal.page import Field
 
 if TYPE_CHECKING:
     from kvhal.lease import CacheLease

@@ -1,8 +1,8 @@
 """YAML text -> plain values and the position of every key and value.
 
-Only the part of YAML that a deployment needs: one document, a mapping on top, text keys. Anchors, aliases, merge keys,
-tags and duplicate keys are refused, since each makes a file mean something other than what its reader sees. What can
-be named without giving up on the file is collected in `Source.problems`; the rest raises at once.
+Only the part of YAML that deployments and capability tables need: one document, a mapping on top, text keys. Anchors,
+aliases, merge keys, tags and duplicate keys are refused, since each makes a file mean something other than what its
+reader sees. What can be named without giving up on the file is collected in `Source.problems`; the rest raises at once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import yaml
 from kvhal.errors import ConfigError, Problem
 from kvhal.textfile import read_text
 
-__all__ = ["MAX_DEPTH", "KeyPath", "Mark", "Source", "parse", "parse_value", "read"]
+__all__ = ["MAX_DEPTH", "KeyPath", "Mark", "Source", "parse", "parse_value", "read", "shown"]
 
 MAX_DEPTH = 32
 _LONGEST_NUMBER = 64
 _TOO_DEEP = f"values are nested deeper than {MAX_DEPTH} levels"
+_WRITE_KEYS = "write `key: value` lines"
 _CLIP = 60
 
 KeyPath = tuple[str | int, ...]
@@ -69,9 +70,23 @@ class Source:
         """`file:line:column`, counted from 1."""
         return _where(self.name, self.mark(path, at_key=at_key))
 
+    def line(self, path: KeyPath) -> str:
+        """`file:line`, counted from 1."""
+        return f"{self.name}:{self.mark(path).line + 1}"
+
     def excerpt(self, path: KeyPath, *, at_key: bool = False) -> str:
         """The source line with a caret under the key or value."""
         return _excerpt(self.lines, self.mark(path, at_key=at_key))
+
+    def problem(self, path: KeyPath, message: str, hint: str = "", *, at_key: bool = False) -> Problem:
+        """`message`, placed at the key or value of `path`."""
+        return Problem(message, self.where(path, at_key=at_key), self.excerpt(path, at_key=at_key), hint)
+
+    def is_broken(self, path: KeyPath, *, missing: bool = False) -> bool:
+        """Whether a value at `path` was already refused, so that more about it, or its absence, would mislead."""
+        if missing and any((*path[:n], "<<") in self.broken for n in range(len(path))):
+            return True
+        return any(path[:n] in self.broken for n in range(1, len(path) + 1))
 
 
 def read(path: Path, name: str | None = None) -> Source:
@@ -86,7 +101,7 @@ def parse(text: str, name: str) -> Source:
     if not isinstance(source.value, dict):
         found = "a list" if isinstance(source.value, list) else f"the single value {source.value!r}"
         message = f"the top of the file is {found}; it must be a mapping of keys"
-        raise ConfigError(Problem(message, source.where(()), source.excerpt(()), "write `key: value` lines"))
+        raise ConfigError(source.problem((), message, _WRITE_KEYS))
     return source
 
 
@@ -101,6 +116,19 @@ def parse_value(text: str, where: str) -> object:
     if source.problems:
         raise ConfigError(*(Problem(p.message, where, p.excerpt, p.hint) for p in source.problems))
     return source.value
+
+
+def shown(value: object) -> str:
+    """A found value as messages name it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return f"the text {value!r}" if len(value) <= _CLIP else f"the text {value[: _CLIP - 3]!r}..."
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, (list, tuple)):
+        return "a list" if value else "an empty list"
+    return repr(value)
 
 
 class _Parser:
@@ -138,7 +166,7 @@ class _Parser:
         self.events = iter(yaml.parse(self.text, Loader=_LOADER))
         next(self.events)
         if isinstance(next(self.events), yaml.StreamEndEvent):
-            raise ConfigError(Problem("the file is empty", self.name, hint="a deployment starts with `kvhal: 1`"))
+            raise ConfigError(Problem("the file is empty", self.name, hint=_WRITE_KEYS))
         value = self._node(next(self.events), (), 0)
         next(self.events)
         after = next(self.events)

@@ -116,52 +116,56 @@ def test_shapes_are_those_of_the_stores_in_the_mode() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        (", float16]", "]", ["fake.yaml:4: modes: 'float16' has no row for sm_80, gfx942, gfx1100"]),
+        (", float16]", "]", ["fake.yaml:4:3: modes: 'float16' has no row for sm_80, gfx942, gfx1100"]),
         ("[sm_80, gfx1100], m", "[gfx1100], m", ["'fp8_e4m3' has no row for sm_80", "head' has no row for sm_80"]),
         (
             "[gfx942], m",
             "[gfx942, sm_80], m",
-            ["fake.yaml:6: modes: 'fp8_e4m3' on 'sm_80' is answered twice (first at"],
+            ["fake.yaml:6:5: modes: 'fp8_e4m3' on 'sm_80' is answered twice (first at"],
         ),
         ("alibi, ", "", ["operations: 'alibi' has no row for sm_80"]),
-        ("peer_copy]", "peer_copy, alibi]", ["fake.yaml:11: operations: 'alibi' on 'sm_80' is answered twice"]),
-        ("fp8_e5m2", "fp8_e5m3", ["fake.yaml:7: modes: 'fp8_e5m3' is unknown", "'fp8_e5m2' has no row"]),
+        ("peer_copy]", "peer_copy, alibi]", ["fake.yaml:11:5: operations: 'alibi' on 'sm_80' is answered twice"]),
+        ("fp8_e5m2", "fp8_e5m3", ["fake.yaml:7:26: modes: 'fp8_e5m3' is unknown", "'fp8_e5m2' has no row"]),
         ("int4_per_token_head], s", "int4_per_token_head, fp8], s", ["modes: 'fp8' is unknown"]),
         ("tree_mask", "tree_masks", ["'tree_masks' is unknown", "'tree_mask' has no row"]),
-        ("broken", "maybe", ["fake.yaml:7: support 'maybe' is unknown; known: run, experimental, broken, refused"]),
-        ("emulated_slow", "fast", ["fake.yaml:8: path 'fast' is unknown"]),
+        ("broken", "maybe", ["fake.yaml:7:46: support 'maybe' is unknown; known: run, experimental, broken, refused"]),
+        ("emulated_slow", "fast", ["fake.yaml:8:98: path 'fast' is unknown"]),
         (
             "path: native}",
             "paths: native}",
-            ["fake.yaml:4: a row of modes: key 'paths' is unknown", "'path' is missing"],
+            ["fake.yaml:4:60: a row of modes: key 'paths' is unknown", "'path' is missing"],
         ),
-        ("support: refused, r", "support: refused, path: native, r", ["fake.yaml:6: a refused mode has no path"]),
-        ("reason: no kernel yet, ", "", ["fake.yaml:7: support 'broken' needs a reason"]),
-        ("reason: no kernel yet", "reason: ' '", ["fake.yaml:7: reason must be a text that is not blank"]),
-        ("reason: not here", "links: [a]", ["fake.yaml:10: support 'refused' needs a reason"]),
+        ("support: refused, r", "support: refused, path: native, r", ["fake.yaml:6:94: a refused mode has no path"]),
+        ("reason: no kernel yet, ", "", ["fake.yaml:7:5: support 'broken' needs a reason"]),
+        ("reason: no kernel yet", "reason: ' '", ["fake.yaml:7:78: reason must be a text that is not blank"]),
+        ("reason: not here", "links: [a]", ["fake.yaml:10:5: support 'refused' needs a reason"]),
         (
             "instead: [int8_per_token_head]",
             "instead: [fp8_e5m2]",
-            ["fake.yaml:6: instead of 'fp8_e4m3': 'fp8_e5m2' is"],
+            ["fake.yaml:6:124: instead of 'fp8_e4m3': 'fp8_e5m2' is"],
         ),
         ("instead: [int8_per_token_head]", "instead: [fp8_e4m3]", ["is the mode of the row itself"]),
-        ("instead: [int8_per_token_head]", "instead: [int8]", ["fake.yaml:6: instead: 'int8' is unknown"]),
+        ("instead: [int8_per_token_head]", "instead: [int8]", ["fake.yaml:6:125: instead: 'int8' is unknown"]),
         ("encoding: e4m3fnuz", "encoding: e5m2", ["encoding of mode 'fp8_e4m3' is 'e5m2'; it must be one of e4m3fn"]),
         (
             "encodings: [e4m3fn, e4m3fnuz]",
             "encodings: [int8]",
-            ["fake.yaml:5: encodings of mode 'fp8_e4m3': 'int8' is"],
+            ["fake.yaml:5:122: encodings of mode 'fp8_e4m3': 'int8' is"],
         ),
-        ("min: 16", "min: 512", ["fake.yaml:8: head_dim: min 512 is above max 256"]),
-        ("min: 16", "min: 0", ["fake.yaml:8: head_dim.min must be a whole number of 1 or more, found '0'"]),
+        ("min: 16", "min: 512", ["fake.yaml:8:145: head_dim: min 512 is above max 256"]),
+        ("min: 16", "min: 0", ["fake.yaml:8:151: head_dim.min must be a whole number of 1 or more, found 0"]),
         ("min: 16", "least: 16", ["head_dim: key 'least' is unknown"]),
-        ("{multiple_of: 16}}", "{}}", ["fake.yaml:8: block_size limits nothing"]),
-        ("{multiple_of: 16}}", "16}", ["fake.yaml:8: block_size must be a mapping"]),
-        ("archs: [gfx942], m", "archs: [gfx943], m", ["fake.yaml:5: archs: 'gfx943' is unknown"]),
+        ("{multiple_of: 16}}", "{}}", ["fake.yaml:8:195: block_size limits nothing"]),
+        ("{multiple_of: 16}}", "16}", ["fake.yaml:8:195: block_size must be a mapping"]),
+        ("archs: [gfx942], m", "archs: [gfx943], m", ["fake.yaml:5:14: archs: 'gfx943' is unknown"]),
         ("gfx1100]\nmodes", "gfx1100, 'gfx90a:xnack+']\nmodes", ["'gfx90a:xnack+' is not an arch token"]),
-        ("archs: [sm_80, gfx942, gfx1100]\n", "archs: []\n", ["fake.yaml:2: archs names no arch"]),
-        ("platform: fake", "platform: 7", ["fake.yaml:1: platform must be a text"]),
-        ("platform: fake", "platform: fake\nplatform: other", ["key 'platform' is given twice"]),
+        ("archs: [sm_80, gfx942, gfx1100]\n", "archs: []\n", ["fake.yaml:2:8: archs names no arch"]),
+        ("platform: fake", "platform: 7", ["fake.yaml:1:11: platform must be a text"]),
+        (
+            "platform: fake",
+            "platform: fake\nplatform: other",
+            ["fake.yaml:2:1: the key 'platform' stands here a second time; first on line 1"],
+        ),
         ("platform: fake", "vendor: fake", ["key 'vendor' is unknown", "key 'platform' is missing"]),
         ("support: run, path: native}", "support: run, path: native, torch: '>=2'}", ["key 'torch' is unknown"]),
     ],
@@ -181,13 +185,33 @@ def test_every_problem_is_raised_together() -> None:
 
 
 @pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("reason: no kernel yet", "reason: *why", "fake.yaml:7:78: the alias *why is not allowed"),
+        ("support: broken", "<<: {support: broken}", "fake.yaml:7:37: the merge key << is not allowed"),
+        ("archs: all, modes: [fp8_e5m2]", "archs: &a all, modes: [fp8_e5m2]", "fake.yaml:7:13: the anchor &a is not"),
+        ("path: emulated,", "path: emulated, path: native,", "fake.yaml:7:70: the key 'path' stands here a second"),
+        ("min: 16", "min: 010", "fake.yaml:8:151: YAML reads 010 as an octal number"),
+    ],
+)
+def test_what_yaml_itself_makes_doubtful_is_reported_once(old: str, new: str, expected: str) -> None:
+    (problem,) = problems(FAKE.replace(old, new, 1))
+    assert problem.startswith(expected)
+
+
+def test_a_problem_shows_its_line() -> None:
+    (problem,) = problems("platform: 7\n" + FAKE.split("\n", 1)[1])
+    assert problem.split("\n")[1:] == ["    1 | platform: 7", "      |           ^"]
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("", "fake.yaml: the file is empty"),
-        ("a: b: c", "fake.yaml:1:5: this is not YAML"),
-        ("a: \x00", "fake.yaml: this is not YAML"),
-        ("- platform", "fake.yaml:1: a capability table must be a mapping"),
-        ("platform: x\narchs: [a]\nmodes: 3\noperations: {}", "fake.yaml:3: modes must be a list"),
+        ("a: b: c", "fake.yaml:1:5: this is not valid YAML"),
+        ("a: \x00", "fake.yaml:1:4: the character U+0000 may not stand in YAML"),
+        ("- platform", "fake.yaml:1:1: the top of the file is a list; it must be a mapping"),
+        ("platform: x\narchs: [a]\nmodes: 3\noperations: {}", "fake.yaml:3:8: modes must be a list"),
     ],
 )
 def test_a_text_that_is_no_table_says_why(text: str, expected: str) -> None:
@@ -195,10 +219,10 @@ def test_a_text_that_is_no_table_says_why(text: str, expected: str) -> None:
 
 
 def test_a_file_that_cannot_be_read_or_is_for_another_platform_is_an_error(tmp_path: FilePath) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"none\.yaml: the file does not exist"):
         CapabilityTable.load(tmp_path / "none.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"platform: \xff")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"latin\.yaml:1:11: the file is not UTF-8: byte 0xff"):
         CapabilityTable.load(tmp_path / "latin.yaml")
     with pytest.raises(ConfigError, match="for platform 'cpu', but 'cuda' loads it"):
         CapabilityTable.load(CPU, platform="cuda")

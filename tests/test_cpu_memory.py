@@ -14,7 +14,7 @@ import pytest
 from kvhal.host import HostFacts
 from kvhal.readings import Known, MemoryReading, Unknown
 from kvhal_cpu.cgroup import limits
-from kvhal_cpu.cpu_probe import arch_token, probe_cpu
+from kvhal_cpu.cpu_probe import machine_arch, probe_cpu
 from kvhal_cpu.host_memory import HostMemory, read_memory, reset_peak, trim
 
 MIB = 2**20
@@ -247,7 +247,7 @@ def test_one_device_with_an_exact_arch(tree: Tree, machine: str, arch: str) -> N
     assert (device.platform, device.index, device.arch) == ("cpu", 0, arch)
     assert device.name == "An Example CPU @ 3 GHz"
     assert device.memory == Known(300 * MIB, "/sys/fs/cgroup/memory.max")
-    assert arch_token(machine) == arch
+    assert machine_arch(machine) == arch
 
 
 @pytest.mark.parametrize("cpuinfo", [None, "processor\t: 0\nCPU part\t: 0xd40\n"])

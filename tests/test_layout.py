@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvhal import CacheGroup, CacheSpec, ConfigError, Layout, OpaqueStore, ScaledStore, SpecMismatch
 from kvhal.kernels.geometry import LayerGeometry, PageGeometry
-from kvhal.layout import Field, ForeignView, GroupLayout
+from kvhal.layout import ForeignView, GroupLayout
+from kvhal.page import Field
 
 ROW_MODES = ("bfloat16", "float16", "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "fp8_e5m2")
 

@@ -74,6 +74,7 @@ def test_positions_of_keys_and_values(loader: None) -> None:
     assert source.where(("list", 1, "b")) == "dir/f.yaml:6:7"
     assert source.where(("cache", "absent")) == "dir/f.yaml:2:1", "the key of the nearest parent"
     assert source.where(("absent",)) == "dir/f.yaml:1:1"
+    assert source.line(("cache", "mode")) == "dir/f.yaml:3"
 
 
 def test_caret_stands_under_the_value() -> None:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kvhal.errors import SpecMismatch
-from kvhal.layout import Field, Layout
+from kvhal.layout import Layout
 from kvhal.modes import ENCODINGS, Encoding, Scaling
+from kvhal.page import Field
 from kvhal.spec import ScaledStore
 
 __all__ = ["LayerGeometry", "PageGeometry", "StoreGeometry"]

@@ -9,13 +9,13 @@ from kvhal.host import HostFacts
 from kvhal.probe import DeviceFacts, Probe
 from kvhal_cpu.host_memory import HostMemory
 
-__all__ = ["arch_token", "probe_cpu"]
+__all__ = ["machine_arch", "probe_cpu"]
 
 # Windows and macOS have their own words for the same two instruction sets.
 _ARCH_TOKENS = {"amd64": "x86_64", "x64": "x86_64", "x86_64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
 
 
-def arch_token(machine: str) -> str:
+def machine_arch(machine: str) -> str:
     """The exact arch token of `platform.machine()`; a machine the table does not know keeps its own name."""
     return _ARCH_TOKENS.get(machine.lower(), machine)
 
@@ -23,7 +23,7 @@ def arch_token(machine: str) -> str:
 def probe_cpu(host: HostFacts, root: Path = Path("/")) -> Probe:
     """One device. root: where /proc and /sys are read."""
     memory = HostMemory(root).read().total
-    arch = arch_token(host.machine)
+    arch = machine_arch(host.machine)
     device = DeviceFacts(platform="cpu", index=0, arch=arch, name=_model(root) or arch, uuid="", memory=memory)
     return Probe(platform="cpu", devices=(device,))
 
