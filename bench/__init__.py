@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench NAME`. Each prints a table, or one JSON document with --json."""
