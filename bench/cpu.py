@@ -3,16 +3,20 @@
 store    8192 tokens x 8 heads x 128 in bf16, against a torch copy of the same K and V
 attend   decode of 8 sequences x 4096 tokens, 32 query heads over 8 kv heads, D 128, against torch's attention over
          tensors already dequantised plus the time of dequantising them
+close    a lease of 1 GiB whose every page was written, against allocating it
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+import kvhal
 from bench.report import Figure, paired
 from kvhal.kernels import operators
 from kvhal.kernels.geometry import LayerGeometry
@@ -24,7 +28,8 @@ __all__ = ["measure"]
 
 KV_HEADS, Q_HEADS, DIM, BLOCK_SIZE = 8, 32, 128, 16
 STORE_TOKENS, SEQUENCES, CONTEXT = 8192, 8, 4096
-MIN_STORE_RATE, MAX_ATTEND_TIME = 0.05, 2.0
+MIN_STORE_RATE, MAX_ATTEND_TIME, MAX_CLOSE_MS = 0.05, 2.0, 50.0
+LEASE_BYTES = 1 << 30
 SCALED_MODES = ("int8_per_token_head", "fp8_per_token_head")
 assert operators.SCHEMAS
 
@@ -123,4 +128,28 @@ def _dequantise_and_attend(cache: _Cache, q: Tensor) -> Callable[[], None]:
     return run
 
 
-MEASUREMENTS: tuple[Callable[[int], Iterator[Figure]], ...] = (_stores, _attends)
+def _leases(rounds: int) -> Iterator[Figure]:
+    hal = kvhal.get("cpu")
+    spec = CacheSpec.uniform(
+        mode="int8_per_token_head", num_layers=32, num_kv_heads=KV_HEADS, head_dim=DIM, num_q_heads=Q_HEADS
+    )
+    one = hal.plan(spec, num_blocks=1)
+    plan = one.with_blocks(LEASE_BYTES // one.layout.block_bytes)
+    opening: list[float] = []
+    closing: list[float] = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        lease = hal.allocate(plan)
+        opened = time.perf_counter()
+        lease.close()
+        closing.append((time.perf_counter() - opened) * 1e3)
+        opening.append((opened - start) * 1e3)
+    ours = statistics.median(closing)
+    yardstick = statistics.median(opening)
+    limit = f"time <= {MAX_CLOSE_MS:g} ms"
+    yield Figure(
+        "close a lease of 1 GiB", ours, "allocate it", yardstick, ours / yardstick, limit, ours <= MAX_CLOSE_MS
+    )
+
+
+MEASUREMENTS: tuple[Callable[[int], Iterator[Figure]], ...] = (_stores, _attends, _leases)
