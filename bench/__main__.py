@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from bench import cpu
+from bench import cpu, startup
 from bench.report import show
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -24,6 +24,14 @@ def run_cpu(
 ) -> None:
     """The CPU platform's kernels against plain torch on the same tensors."""
     show("cpu", cpu.measure(rounds), as_json=as_json)
+
+
+@app.command("startup")
+def run_startup(
+    repeat: Annotated[int, typer.Option(min=1, help="Processes a command; the best is printed.")] = 5,
+) -> None:
+    """CPU seconds of each command that must answer at once."""
+    raise typer.Exit(startup.run(repeat))
 
 
 app()

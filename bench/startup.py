@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "run"]
 
 GOAL_SECONDS = 0.3
 COMMANDS = (
@@ -23,11 +21,8 @@ COMMANDS = (
 )
 
 
-def main(argv: Sequence[str]) -> int:
+def run(repeat: int) -> int:
     """Print a line a command; 1 if one takes longer than the goal."""
-    parser = argparse.ArgumentParser(prog="python -m bench startup", description=__doc__)
-    parser.add_argument("--repeat", type=int, default=5)
-    repeat = parser.parse_args(argv).repeat
     print(f"{'CPU s':>7}  command (goal: {GOAL_SECONDS} s, best of {repeat})")
     slow = 0
     for command in (None, *COMMANDS):
@@ -44,7 +39,3 @@ def _cpu_seconds(command: tuple[str, ...] | None) -> float:
     subprocess.run([sys.executable, *what], check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

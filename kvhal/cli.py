@@ -1,0 +1,292 @@
+"""The command line. Results on stdout (a page, or one JSON document), everything else on stderr.
+
+Exit codes: 0 ok, 1 a check failed, 2 usage or configuration, 3 refused by policy, 4 device or driver, 70 a bug of ours,
+130 interrupted, 141 the reader of stdout went away. A command imports what it needs: only `run` and `probe` load torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from kvhal import __version__, cli_config
+from kvhal.errors import ConfigError, KvhalError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kvhal.config import Deployment
+
+__all__ = ["app", "main"]
+
+OK, CHECK_FAILED, USAGE, REFUSED, DEVICE, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 3, 4, 70, 130, 141
+PAGE_WIDTH = 100
+_BUG_REPORT = "this is a bug of kvhal: please report it with the lines above and the output of `kvhal probe --json`"
+# The base of every usage error; typer has had click's own and, since 0.26, a copy of it.
+_UsageError: Any = typer.BadParameter.__mro__[2]
+
+
+@dataclass(slots=True)
+class _Session:
+    """One call. as_json: asked for on the command line, or by the deployment's `report.format`.
+
+    `main` looks for --json before typer does, so that a usage error is a document as well.
+    """
+
+    as_json: bool
+
+
+class _Group(TyperGroup):
+    """Answers that a shell expects, whichever command is running."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as exc:
+            raise _Interrupted from exc
+        except BrokenPipeError:
+            # Python would fail once more when it flushes stdout at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return PIPE_CLOSED
+
+
+class _Interrupted(Exception):
+    """Ctrl-C, out of reach of typer, which would print and exit by itself."""
+
+
+app = typer.Typer(
+    name="kvhal",
+    cls=_Group,
+    help="Scaled (quantized) KV caches: what runs where, what it takes, and proof that it works and is given back.",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.add_typer(cli_config.app, name="config")
+
+
+def _asked_for_json(ctx: typer.Context, is_asked: bool) -> bool:
+    ctx.obj.as_json = ctx.obj.as_json or is_asked
+    return is_asked
+
+
+_Config = Annotated[Path, typer.Option("-c", "--config", metavar="FILE", help="The deployment file.")]
+_MaybeConfig = Annotated[Path | None, typer.Option("-c", "--config", metavar="FILE", help="A deployment file.")]
+_Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.", callback=_asked_for_json)]
+_Platform = Annotated[str | None, typer.Option("--platform", metavar="NAME", help="Ask about this platform.")]
+_Arch = Annotated[str | None, typer.Option("--arch", metavar="ARCH", help="Ask about this arch, such as x86_64.")]
+_Mode = Annotated[str | None, typer.Argument(metavar="MODE", help="A mode; all of them if left out.")]
+_HeadDims = Annotated[list[int] | None, typer.Option("--head-dim", metavar="D", min=1, help="Repeatable.")]
+_Blocks = Annotated[int | None, typer.Option("--blocks", metavar="N", min=1, help="Plan this many blocks a group.")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    session = _Session(as_json="--json" in args)
+    with _logs_on_stderr():
+        try:
+            # Without a command typer's versions differ in stream and code.
+            code = typer.main.get_command(app).main(
+                args or ["--help"], prog_name="kvhal", standalone_mode=False, obj=session
+            )
+        except KvhalError as exc:
+            return _failed(session, exc, exc.exit_code, f"error: {exc}")
+        except _UsageError as exc:
+            exc.show()
+            return _failed(session, exc, USAGE)
+        except (_Interrupted, KeyboardInterrupt, typer.Abort) as exc:
+            return _failed(session, exc.__cause__ or exc, INTERRUPTED, "interrupted")
+        except Exception as exc:  # noqa: BLE001  # what nobody foresaw is reported as a bug, with its traceback
+            return _failed(session, exc, BUG, f"{traceback.format_exc()}{_BUG_REPORT}")
+        return USAGE if not args else OK if code is None else int(code)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"kvhal {__version__}")
+        raise typer.Exit
+
+
+_Version = Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)]
+
+
+@app.callback()
+def _root(version: _Version = False) -> None:
+    """The options before a command."""
+
+
+@app.command()
+def run(ctx: typer.Context, config: _Config, sets: _Sets = None, _as_json: _Json = False) -> int:
+    """Detect, decide, plan, profile, allocate, use, check and close; print what every step found."""
+    from kvhal.host import HostFacts
+
+    deployment = _load(ctx, config, sets)
+    # A torch that cannot be imported is a fact about the machine (exit 4), and no bug of ours.
+    HostFacts.read()
+    with _progress() as say:
+        from kvhal.run import run as run_deployment
+
+        report = run_deployment(deployment, progress=say)
+    if ctx.obj.as_json:
+        from kvhal.report.document import run_document
+
+        _emit_json(run_document(report))
+    else:
+        from kvhal.report.terminal import run_page
+
+        _emit_page(run_page(report))
+    return OK if report.is_ok else CHECK_FAILED
+
+
+@app.command()
+def plan(
+    ctx: typer.Context,
+    config: _Config,
+    blocks: _Blocks = None,
+    sets: _Sets = None,
+    platform: _Platform = None,
+    arch: _Arch = None,
+    _as_json: _Json = False,
+) -> int:
+    """Say every byte of a deployment's cache. Needs no device and no torch."""
+    from kvhal.outline import outline, target
+
+    deployment = _load(ctx, config, sets)
+    found = outline(deployment, target(deployment.platform, platform, arch), blocks)
+    if ctx.obj.as_json:
+        from kvhal.report.document import plan_document
+
+        _emit_json(plan_document(found))
+    else:
+        from kvhal.report.terminal import plan_page
+
+        _emit_page(plan_page(found))
+    return OK
+
+
+@app.command()
+def explain(
+    ctx: typer.Context,
+    mode: _Mode = None,
+    config: _MaybeConfig = None,
+    platform: _Platform = None,
+    arch: _Arch = None,
+    head_dim: _HeadDims = None,
+    sets: _Sets = None,
+    _as_json: _Json = False,
+) -> int:
+    """Say whether a mode runs on a platform, how, and why. Needs no device and no torch. Exit 3 if it is refused."""
+    from kvhal.outline import explain as explained
+    from kvhal.outline import target
+
+    if sets and config is None:
+        raise ConfigError("--set was given without a deployment file to change; name one with -c")
+    deployment = None if config is None else _load(ctx, config, sets)
+    at = target(None if deployment is None else deployment.platform, platform, arch)
+    found = explained(mode, at, deployment, tuple(head_dim or ()))
+    if ctx.obj.as_json:
+        from kvhal.report.document import explain_document
+
+        _emit_json(explain_document(found))
+    else:
+        from kvhal.report.terminal import explain_page
+
+        _emit_page(explain_page(found))
+    is_list = mode is None and deployment is None
+    return OK if found.is_accepted or is_list else REFUSED
+
+
+@app.command()
+def probe(ctx: typer.Context, _as_json: _Json = False) -> int:
+    """Say what is here and which platform is chosen: what a bug report needs. Holds no secrets."""
+    from kvhal.environment import look_around
+
+    found = look_around()
+    if ctx.obj.as_json:
+        from kvhal.report.document import probe_document
+
+        _emit_json(probe_document(found))
+    else:
+        from kvhal.report.terminal import probe_page
+
+        _emit_page(probe_page(found))
+    return OK if found.is_usable else DEVICE
+
+
+def _load(ctx: typer.Context, config: Path, sets: list[str] | None) -> Deployment:
+    from kvhal.config import load
+
+    deployment = load(config, sets or ())
+    if deployment.report.format == "json":
+        ctx.obj.as_json = True
+    return deployment
+
+
+def _emit_json(document: dict[str, Any]) -> None:
+    from kvhal.report.document import to_json
+
+    typer.echo(to_json(document))
+
+
+def _emit_page(page: RenderableType) -> None:
+    from rich.console import Console
+
+    is_terminal = sys.stdout.isatty()
+    console = Console(width=None if is_terminal or "COLUMNS" in os.environ else PAGE_WIDTH, highlight=False)
+    with console.capture() as captured:
+        console.print(page)
+    text = captured.get()
+    if not is_terminal:
+        # Rich pads lines to the width; a file or a pipe needs no such spaces.
+        text = "\n".join(line.rstrip() for line in text.split("\n"))
+    typer.echo(text, nl=False, color=is_terminal)
+
+
+def _failed(session: _Session, error: BaseException, code: int, message: str = "") -> int:
+    """Tell people on stderr and, with --json, programs on stdout."""
+    if message:
+        typer.echo(message, err=True)
+    if session.as_json:
+        from kvhal.report.document import error_document
+
+        _emit_json(error_document(error, code))
+    return code
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None] | None]:
+    """One line on stderr that says the current step, if somebody is looking."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting") as status:
+        yield status.update
+
+
+@contextlib.contextmanager
+def _logs_on_stderr() -> Iterator[None]:
+    """Warnings of kvhal (a fallback, a leak) as lines on stderr."""
+    logger, handler = logging.getLogger("kvhal"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
