@@ -38,7 +38,7 @@ def thawed() -> Iterator[None]:
 def tensor_holders(cdata: int) -> list[torch.Tensor]:
     """Every live tensor over the storage whose C++ address is `cdata`, derived views before their bases."""
     # By type(o): isinstance() over all objects would run lazy module attributes and proxies.
-    found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and _storage_of(o) == cdata]
+    found = [o for o in gc.get_objects() if _has_memory(type(o)) and _storage_of(o) == cdata]
     # Asking for t._base would bring a base back to life that only its view holds.
     return sorted(found, key=lambda t: not t._is_view())
 
@@ -74,6 +74,11 @@ def describe(held: object, skip: Iterable[object] = ()) -> str:
     return f"{_shape(held)}: {_frame_place(held) or _referrer_place(held, ignored) or _NAMELESS}"
 
 
+def _has_memory(kind: type) -> bool:
+    """Whether objects of this type are tensors with memory. The compiler's fake ones warn when asked for theirs."""
+    return issubclass(kind, torch.Tensor) and not kind.__module__.startswith("torch._subclasses.")
+
+
 def _storage_of(tensor: torch.Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         try:
@@ -87,7 +92,7 @@ def _address_of(item: object) -> int | None:
     kind = type(item)
     if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
         return int(item.__array_interface__["data"][0])  # type: ignore[attr-defined]  # checked by name: numpy is optional
-    if issubclass(kind, torch.Tensor):
+    if _has_memory(kind):
         with torch._C.DisableTorchFunctionSubclass():
             try:
                 return int(item.data_ptr())  # type: ignore[attr-defined]  # issubclass above

@@ -38,7 +38,7 @@ class LayerCache:
 
     @property
     def k_scale(self) -> CacheView:
-        """The row words of the keys: fp32 scales, or for int4 bf16 scale and fp16 zero. SpecMismatch if there are none."""
+        """The row words of the keys: fp32 scales, or for int4 bf16 scale and fp16 zero. SpecMismatch if none."""
         return self._lease.view("k_word", self.layer)
 
     @property

@@ -79,8 +79,8 @@ class Blocks:
         promised = shape[0] * shape[1] * shape[2]
         if len(payload) != promised or zlib.crc32(payload) != crc:
             raise SpecMismatch(
-                f"exported blocks hold {len(payload)} payload bytes where the header promises {promised}, or bytes with "
-                " another checksum; the bytes were cut or changed on the way: export them again"
+                f"exported blocks hold {len(payload)} payload bytes where the header promises {promised}, or bytes "
+                "with another checksum; they were cut or changed on the way: export them again"
             )
         return cls(header, torch.frombuffer(payload, dtype=torch.uint8).reshape(shape))
 

@@ -19,7 +19,7 @@ from kvhal.lease import CacheLease
 ROW_MODES = ("bfloat16", "float16", "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
 
 
-def spec_of(mode: str = "int8_per_token_head", **changes: Any) -> CacheSpec:
+def spec_of(mode: str | tuple[str, str] = "int8_per_token_head", **changes: Any) -> CacheSpec:
     base: dict[str, Any] = {"mode": mode, "num_layers": 2, "num_kv_heads": 2, "head_dim": 32, "num_q_heads": 4}
     return CacheSpec.uniform(**{**base, **changes})
 

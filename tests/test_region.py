@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import dlpack
 
@@ -201,6 +202,15 @@ def test_a_numpy_holder_is_quarantined_and_reads_its_old_values(owned: Owned) ->
     del array
     gc.collect()
     assert owned.alive.expired()
+
+
+def test_the_compilers_fake_tensors_are_left_alone(owned: Owned) -> None:
+    """They live on after torch.compile, and asking one for its memory warns."""
+    with FakeTensorMode():
+        fake = torch.empty(16)
+    array = owned.view().numpy()
+    assert "local 'array'" in owned.region.release().holders[0].description
+    del array, fake
 
 
 def test_a_numpy_array_inside_an_object_is_named(owned: Owned) -> None:
