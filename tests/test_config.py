@@ -731,4 +731,4 @@ def test_any_tree_loads_or_is_refused_with_places(write: Write, section: str, va
     try:
         assert isinstance(load(path, env={}), Deployment)
     except ConfigError as exc:
-        assert all(p.where and p.message for p in exc.problems)  # noqa: PT017 # either outcome is right
+        assert all(p.where and p.message for p in exc.problems)  # either outcome is right

@@ -37,9 +37,7 @@ def _store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, geometry: list[in
     reference.store(cache, k, v, slots, LayerGeometry.unpack(geometry), checked=checked)
 
 
-def _gather(
-    cache: Tensor, slots: Tensor, k_out: Tensor, v_out: Tensor, geometry: list[int], checked: bool
-) -> None:
+def _gather(cache: Tensor, slots: Tensor, k_out: Tensor, v_out: Tensor, geometry: list[int], checked: bool) -> None:
     reference.gather(cache, slots, k_out, v_out, LayerGeometry.unpack(geometry), checked=checked)
 
 

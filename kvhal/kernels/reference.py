@@ -53,9 +53,7 @@ def store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, g: LayerGeometry, 
     add_counts(cache, g, nonfinite, 0 if rejected is None else rejected.numel())
 
 
-def gather(
-    cache: Tensor, slots: Tensor, k_out: Tensor, v_out: Tensor, g: LayerGeometry, *, checked: bool
-) -> None:
+def gather(cache: Tensor, slots: Tensor, k_out: Tensor, v_out: Tensor, g: LayerGeometry, *, checked: bool) -> None:
     """Read the values of slots into k_out and v_out [n, num_kv_heads, dim] (computed in fp32, then rounded to dtype).
 
     Slot -1 gives zeros. A bad slot raises AddressError (checked), or gives NaN rows and is counted.
