@@ -58,9 +58,11 @@ class LayerCache:
             raise SpecMismatch(
                 f"layer {self.layer} shares the pages of layer {source} and owns none; store through layer {source}"
             )
+        self._check_here(cache, k=k, v=v)
         if isinstance(slots, Step):
             self._check_step(slots)
             slots = slots.slots[: k.shape[0]]
+        self._check_here(cache, slots=slots)
         if self._lease.is_checked and not torch.compiler.is_compiling():
             self._lease.check_not_capturing("checked addressing waits for the device")
         torch.ops.kvhal.store(cache, k, v, slots, self._packed, self._lease.is_checked)
@@ -72,6 +74,7 @@ class LayerCache:
         is counted.
         """
         cache = self._lease.cache_tensor()
+        self._check_here(cache, slots=slots)
         geometry, n = self.geometry, slots.shape[0]
         k = torch.empty((n, geometry.num_kv_heads, geometry.k.head_dim), dtype=dtype, device=cache.device)
         v = torch.empty((n, geometry.num_kv_heads, geometry.v.head_dim), dtype=dtype, device=cache.device)
@@ -109,6 +112,10 @@ class LayerCache:
             table, lengths, starts, workspace = step.block_table, step.seq_lens, step.query_starts, step.workspace
         else:
             table, lengths, starts, workspace = self._plain(q, block_table, seq_lens, query_lens)
+        self._check_here(cache, q=q, block_table=table, seq_lens=lengths, query_lens=starts)
+        self._check_here(cache, sinks=sinks, out=out, lse=lse)
+        if not softcap >= 0.0:
+            raise SpecMismatch(f"softcap is {softcap!r}; it must be 0 (none) or more")
         if out is None:
             out = torch.empty((q.shape[0], q.shape[1], self.geometry.v.head_dim), dtype=q.dtype, device=q.device)
         factor = self.geometry.k.head_dim**-0.5 if scale is None else scale
@@ -122,6 +129,7 @@ class LayerCache:
         self, q: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor | None, query_lens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """A temporary step from plain tensors: table, lengths, query starts and workspace."""
+        self._check_here(self._lease.cache_tensor(), q=q, block_table=block_table, seq_lens=seq_lens)
         if seq_lens is None:
             raise SpecMismatch("attend was given a block table and no seq_lens; pass both, or a step")
         count = seq_lens.shape[0]
@@ -137,6 +145,19 @@ class LayerCache:
         nbytes = self._lease.plan.workspace(self.geometry, q.shape[1], q.shape[0])
         workspace = torch.empty(nbytes, dtype=torch.uint8, device=q.device)
         return block_table, seq_lens, starts, workspace
+
+    @staticmethod
+    def _check_here(cache: torch.Tensor, **given: torch.Tensor | None) -> None:
+        """Every argument must be a tensor on the cache's device: the operators dispatch on it, and would not notice."""
+        for name, tensor in given.items():
+            if tensor is None:
+                continue
+            if not isinstance(tensor, torch.Tensor):
+                raise SpecMismatch(f"{name} is a {type(tensor).__name__}; pass a tensor on {cache.device}")
+            if tensor.device != cache.device:
+                raise SpecMismatch(
+                    f"{name} is on {tensor.device} and the cache is on {cache.device}; move it there with .to(…)"
+                )
 
     def _check_step(self, step: Step) -> None:
         group = self._lease.layout.group_of(self.layer).group.name

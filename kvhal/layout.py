@@ -12,13 +12,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Any, Protocol
 
+from kvhal.choice import Choice
 from kvhal.errors import ConfigError, SpecMismatch
 from kvhal.modes import Scaling
 from kvhal.page import ALIGNMENT, Field, LayoutKind, align, content_bytes, page_fields
-from kvhal.spec import CacheGroup, CacheSpec, ScaledStore
+from kvhal.spec import CacheGroup, CacheSpec, ScaledStore, is_count
 
 __all__ = ["Field", "ForeignView", "GroupLayout", "Layout", "LayoutKind", "Order", "PageRange"]
 
@@ -28,7 +28,7 @@ COUNTERS = ("nonfinite_rows", "rejected_slots")
 COUNTER_BYTES = 8
 
 
-class Order(StrEnum):
+class Order(Choice):
     """Which index moves slowest in a group's pages."""
 
     LAYER_MAJOR = "layer_major"
@@ -128,14 +128,14 @@ class Layout:
         `page_align`. Raises ConfigError for what cannot be laid out.
         """
         kind, order = LayoutKind(kind), Order(order)
-        if page_align < ALIGNMENT or page_align % ALIGNMENT:
+        if not is_count(page_align) or page_align % ALIGNMENT:
             raise ConfigError(f"page_align is {page_align!r} bytes; it must be a multiple of {ALIGNMENT}")
         groups: list[GroupLayout] = []
         end = 0
         for group in spec.groups:
-            blocks = num_blocks if isinstance(num_blocks, int) else _blocks_named(num_blocks, group.name)
-            if blocks < 1:
-                raise ConfigError(f"group {group.name!r}: num_blocks is {blocks!r}; a cache needs 1 or more")
+            blocks = _blocks_named(num_blocks, group.name) if isinstance(num_blocks, Mapping) else num_blocks
+            if not is_count(blocks):
+                raise ConfigError(f"group {group.name!r}: num_blocks is {blocks!r}; a cache needs 1 block or more")
             placed = _place_group(group, blocks, kind, order, page_align, page_stride, align(end, page_align))
             groups.append(placed)
             end = placed.offset + placed.nbytes
@@ -245,8 +245,8 @@ class Layout:
 
     def with_blocks(self, num_blocks: int) -> Layout:
         """The same layout with another number of blocks in every group, every stride derived anew."""
-        if num_blocks < 1:
-            raise ConfigError(f"num_blocks is {num_blocks!r}; a cache needs 1 or more")
+        if not is_count(num_blocks):
+            raise ConfigError(f"num_blocks is {num_blocks!r}; a cache needs 1 block or more")
         groups: list[GroupLayout] = []
         shift = 0
         for old in self.groups:

@@ -13,13 +13,13 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import torch
 
 from kvhal import movement
 from kvhal.contract import Release
-from kvhal.errors import CaptureActive, ForkedLease, LeakedView, SpecMismatch, StaleView
+from kvhal.errors import CacheError, CaptureActive, ForkedLease, LeakedView, SpecMismatch, StaleView
 from kvhal.kernels.geometry import LayerGeometry, PageGeometry
 from kvhal.layer import LayerCache
 from kvhal.layout import COUNTERS, GroupLayout
@@ -94,6 +94,12 @@ class CacheLease:
                 stacklevel=2,
                 source=self,
             )
+
+    def __reduce__(self) -> NoReturn:
+        raise CacheError(
+            "a lease was asked to be copied or pickled; it is the one owner of its bytes: share the lease itself, copy "
+            "blocks with copy_blocks, or move them with export_blocks"
+        )
 
     def __repr__(self) -> str:
         return (
@@ -197,6 +203,8 @@ class CacheLease:
         )
         placed = self._group(group)
         pages = [n for page in PageGeometry.all_of(self.layout, placed.group.name) for n in page.pack()]
+        if wanted.is_floating_point():
+            raise SpecMismatch(f"pairs are {wanted.dtype}; block ids are integers: pass int64 [n, 2]")
         wanted = wanted.to(self.torch_device, torch.int64)
         torch.ops.kvhal.copy_blocks(self.cache_tensor(), wanted, pages, self.is_checked)
 

@@ -12,11 +12,11 @@ import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvhal.choice import Choice
 from kvhal.errors import AddressError, SpecMismatch
 from kvhal.kernels.geometry import PageGeometry
 from kvhal.layout import GroupLayout
@@ -33,7 +33,7 @@ _VERSION = 1
 _LOG = logging.getLogger("kvhal")
 
 
-class Fp8Family(StrEnum):
+class Fp8Family(Choice):
     """The two families of 8-bit floating point: OCP (e4m3fn, e5m2) and FNUZ (gfx942's e4m3fnuz, e5m2fnuz)."""
 
     OCP = "ocp"
@@ -82,6 +82,8 @@ class Blocks:
                 f"exported blocks hold {len(payload)} payload bytes where the header promises {promised}, or bytes "
                 "with another checksum; they were cut or changed on the way: export them again"
             )
+        if not promised:
+            return cls(header, torch.empty(shape, dtype=torch.uint8))
         return cls(header, torch.frombuffer(payload, dtype=torch.uint8).reshape(shape))
 
 

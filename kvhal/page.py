@@ -18,8 +18,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 
+from kvhal.choice import Choice
 from kvhal.errors import ConfigError
 from kvhal.modes import Scaling
 from kvhal.spec import OPAQUE_ITEM_BYTES, CacheGroup, OpaqueStore, ScaledStore
@@ -32,7 +32,7 @@ V_INTERLEAVE = 4
 WORD_BYTES = 4
 
 
-class LayoutKind(StrEnum):
+class LayoutKind(Choice):
     """The two named arrangements of a page."""
 
     TILED = "tiled"

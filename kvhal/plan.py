@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from itertools import accumulate
 
+from kvhal.choice import Choice
 from kvhal.errors import ConfigError
 from kvhal.kernels.geometry import LayerGeometry
 from kvhal.layout import GroupLayout, Layout, Order
 from kvhal.page import LayoutKind
 from kvhal.policy import SpecDecision
-from kvhal.spec import CacheSpec
+from kvhal.spec import CacheSpec, is_count
 
 __all__ = ["Addressing", "OnLeak", "Plan", "StepLayout", "StepShape", "make_plan"]
 
 _STEP_ALIGNMENT = 64
 
 
-class Addressing(StrEnum):
+class Addressing(Choice):
     """checked: a bad slot or block raises before a byte moves (synchronises). counted: it is skipped and counted."""
 
     CHECKED = "checked"
     COUNTED = "counted"
 
 
-class OnLeak(StrEnum):
+class OnLeak(Choice):
     """What close() does about tensors others still hold. Both revoke them; raise then raises LeakedView."""
 
     REVOKE = "revoke"
@@ -47,7 +47,7 @@ class StepShape:
             ("max_seqs", self.max_seqs),
             ("max_blocks", self.max_blocks),
         ):
-            if value < 1:
+            if not is_count(value):
                 raise ConfigError(f"{name} is {value!r}; a step needs 1 or more")
 
 
@@ -87,15 +87,15 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an allocation will be. Immutable and shareable between threads.
+    """What an allocation will be. Immutable; threads share it and processes may be sent it.
 
-    workspace(geometry, num_q_heads, max_tokens) -> bytes: the scratch formula of the platform's kernels.
+    workspaces: the scratch formulas of the kernels in use, each (geometry, num_q_heads, max_tokens) -> bytes.
     """
 
     layout: Layout
     decision: SpecDecision
     step: StepShape
-    workspace: Callable[..., int]
+    workspaces: tuple[Callable[..., int], ...]
     addressing: Addressing = Addressing.CHECKED
     on_leak: OnLeak = OnLeak.REVOKE
 
@@ -117,6 +117,10 @@ class Plan:
     def total_bytes(self) -> int:
         """Cache and one step a group."""
         return self.nbytes + self.workspace_bytes
+
+    def workspace(self, geometry: LayerGeometry, num_q_heads: int, max_tokens: int) -> int:
+        """Bytes of scratch that `attend` needs on a layer of this geometry: the most any of the kernels in use asks."""
+        return max(formula(geometry, num_q_heads, max_tokens) for formula in self.workspaces)
 
     def step_layout(self, group: GroupLayout, shape: StepShape | None = None) -> StepLayout:
         """The arrays of a step of `shape` (the planned one if None) over `group`."""
@@ -154,9 +158,5 @@ def make_plan(
         decision.effective_spec, num_blocks, kind=layout, order=order, page_align=page_align, page_stride=page_stride
     )
     blocks = max(g.num_blocks if max_context is None else -(-max_context // g.group.block_size) for g in laid.groups)
-    shape = StepShape(max_tokens or max_seqs, max_seqs, blocks)
-
-    def workspace(geometry: LayerGeometry, num_q_heads: int, tokens: int) -> int:
-        return max(formula(geometry, num_q_heads, tokens) for formula in workspaces)
-
-    return Plan(laid, decision, shape, workspace, Addressing(addressing), OnLeak(on_leak))
+    shape = StepShape(max_seqs if max_tokens is None else max_tokens, max_seqs, blocks)
+    return Plan(laid, decision, shape, tuple(workspaces), Addressing(addressing), OnLeak(on_leak))

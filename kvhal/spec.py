@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from kvhal import modes
 from kvhal.errors import ConfigError, Problem
 from kvhal.modes import Encoding, Mode, Scaling
 
-__all__ = ["CacheGroup", "CacheSpec", "OpaqueStore", "ScaledStore", "StaticScales"]
+__all__ = ["CacheGroup", "CacheSpec", "OpaqueStore", "ScaledStore", "StaticScales", "is_count"]
+
+_T = TypeVar("_T")
 
 HEAD_DIM_STEP = 8
 OPAQUE_ITEM_BYTES = {"uint8": 1, "int8": 1, "float16": 2, "bfloat16": 2, "int32": 4, "float32": 4}
@@ -155,8 +158,10 @@ class CacheSpec:
         A mode with static scales needs `k_scale` and `v_scale`: none is ever invented. Raises ConfigError with every
         problem.
         """
-        k_mode, v_mode = (mode, mode) if isinstance(mode, str) else mode
-        k_enc, v_enc = encoding if isinstance(encoding, tuple) else (encoding, encoding)
+        k_mode, v_mode = _pair("mode", mode)
+        k_enc, v_enc = _pair("encoding", encoding)
+        if not is_count(num_layers):
+            raise ConfigError(f"num_layers is {num_layers!r}; a cache needs 1 layer or more")
         shared = dict(shares or {})
         v_dim = head_dim if head_dim_v is None else head_dim_v
         group = CacheGroup(
@@ -230,6 +235,20 @@ def _scales_still_used(scales: StaticScales | None, groups: Iterable[CacheGroup]
     return replace(scales, k=scales.k if "k" in static else (), v=scales.v if "v" in static else ())
 
 
+def _pair(name: str, value: _T | tuple[_T, _T]) -> tuple[_T, _T]:
+    """(k, v) of an argument that may be one for both."""
+    if not isinstance(value, tuple):
+        return value, value
+    if len(value) != 2:
+        raise ConfigError(f"{name} is {value!r}; give one for both or a (k, v) pair")
+    return value
+
+
+def is_count(value: object) -> bool:
+    """Whether `value` is an integer of 1 or more: True and 2.0 are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def _per_layer(scale: float | Iterable[float] | None, num_layers: int) -> tuple[float, ...]:
     if scale is None:
         return ()
@@ -261,9 +280,9 @@ def _problems(spec: CacheSpec) -> Iterable[str]:
 
 def _group_problems(group: CacheGroup) -> Iterable[str]:
     where = f"group {group.name!r}: "
-    if group.block_size < 1:
+    if not is_count(group.block_size):
         yield f"{where}block_size is {group.block_size!r}; it must be 1 or more tokens"
-    if group.window is not None and group.window < 1:
+    if group.window is not None and not is_count(group.window):
         yield f"{where}window is {group.window!r}; it must be 1 or more tokens, or null for none"
     store_names = [s.name for s in group.stores]
     if not store_names or len(set(store_names)) != len(store_names):
@@ -278,7 +297,8 @@ def _group_problems(group: CacheGroup) -> Iterable[str]:
     if group.k and group.v:
         if group.k.num_kv_heads != group.v.num_kv_heads:
             yield f"{where}k has {group.k.num_kv_heads} kv heads and v has {group.v.num_kv_heads}; they must be equal"
-        if group.k.num_kv_heads >= 1 and (group.num_q_heads < 1 or group.num_q_heads % group.k.num_kv_heads):
+        heads, queries = group.k.num_kv_heads, group.num_q_heads
+        if is_count(heads) and (not is_count(queries) or queries % heads):
             yield (
                 f"{where}num_q_heads is {group.num_q_heads!r}; it must be a multiple of num_kv_heads "
                 f"({group.k.num_kv_heads}) and at least 1"
@@ -288,9 +308,9 @@ def _group_problems(group: CacheGroup) -> Iterable[str]:
 def _scaled_problems(where: str, store: ScaledStore) -> Iterable[str]:
     if store.name not in ("k", "v"):
         yield f"{where}scaled store {store.name!r} is unknown; scaled stores are 'k' and 'v', others are opaque"
-    if store.num_kv_heads < 1:
+    if not is_count(store.num_kv_heads):
         yield f"{where}{store.name}: num_kv_heads is {store.num_kv_heads!r}; it must be 1 or more"
-    if store.head_dim < HEAD_DIM_STEP or store.head_dim % HEAD_DIM_STEP:
+    if not is_count(store.head_dim) or store.head_dim % HEAD_DIM_STEP:
         yield f"{where}{store.name}: head_dim is {store.head_dim!r}; it must be a positive multiple of {HEAD_DIM_STEP}"
     modes.encoding(modes.mode(store.mode), store.encoding)
 
@@ -300,7 +320,7 @@ def _opaque_problems(where: str, store: OpaqueStore) -> Iterable[str]:
         yield f"{where}opaque store {store.name!r} takes the name of a scaled one; choose another"
     if store.dtype not in OPAQUE_ITEM_BYTES:
         yield f"{where}{store.name}: dtype {store.dtype!r} is unknown; known: {', '.join(OPAQUE_ITEM_BYTES)}"
-    if not store.shape or any(n < 1 for n in store.shape):
+    if not store.shape or not all(map(is_count, store.shape)):
         yield f"{where}{store.name}: shape is {store.shape!r}; every dimension must be 1 or more"
     if store.per not in ("token", "block"):
         yield f"{where}{store.name}: per is {store.per!r}; it is 'token' or 'block'"
