@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
+from kvhal.proof import UNPROVED, Level, Proof
 from kvhal.spec import CacheSpec, ScaledStore
+from kvhal.versions import ALWAYS, Conditions
 
 __all__ = ["NO_LIMITS", "OPERATIONS", "Cell", "Limits", "Operation", "Path", "Shapes", "Support"]
 
@@ -16,6 +18,7 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
     {
         "release_visibly": "bytes given back by close() can be seen in a reading of the device",
         "graph_memory_profiling": "memory held by captured graphs can be measured while profiling",
+        "expandable_segments": "caches live in torch's expandable segments (PYTORCH_ALLOC_CONF) and still come back",
         "virtual_memory_remap": "pages can be dropped and mapped again under an address that stays",
         "peer_copy": "blocks can be copied straight to another device of the platform",
         "attend_opaque": "attention over opaque stores (MLA latent, recurrent state)",
@@ -97,8 +100,11 @@ class Shapes:
 class Cell:
     """The answer for one mode on one arch.
 
-    path: None only where the mode is refused. encoding: what it is stored as unless the user says otherwise, one of
-    `encodings`. instead: modes that this table accepts on this arch. rule: "file:line" of the row.
+    path: None only where the mode is refused; of a native path, only `native_encodings` are native. encoding: what it
+    is stored as unless the user says otherwise, one of `encodings`. instead: modes that this table accepts on this
+    arch. rule: "file:line" of the row. when: the versions it answers for. assumed: those of the versions it depends on
+    that were not known, as the table assumes them ("triton 3.8.0"). until: the level of evidence, for the kernels of
+    now, that makes a broken cell experimental. proof: where it stands, once `apply_evidence` has judged it.
     """
 
     mode: str
@@ -114,6 +120,17 @@ class Cell:
     encodings: tuple[str, ...]
     head_dim: Limits = NO_LIMITS
     block_size: Limits = NO_LIMITS
+    native_encodings: tuple[str, ...] = ()
+    when: Conditions = ALWAYS
+    assumed: tuple[str, ...] = ()
+    until: Level | None = None
+    proof: Proof = UNPROVED
+
+    def path_of(self, encodings: tuple[str, ...]) -> Path | None:
+        """How it is computed when stored in these encodings: native only if each of them is."""
+        if self.path is Path.NATIVE and any(e not in self.native_encodings for e in encodings):
+            return Path.EMULATED
+        return self.path
 
     def shape_problem(self, shapes: Shapes) -> str:
         """Why these shapes are outside the row's limits, or ""."""
@@ -129,7 +146,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The answer for one operation on one arch. rule: "file:line" of the row."""
+    """The answer for one operation on one arch. rule, when and assumed: as in `Cell`."""
 
     name: str
     arch: str
@@ -137,3 +154,5 @@ class Operation:
     reason: str
     links: tuple[str, ...]
     rule: str
+    when: Conditions = ALWAYS
+    assumed: tuple[str, ...] = ()

@@ -12,38 +12,41 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from kvhal import __version__, cli_config
+from kvhal import __version__, cli_config, cli_matrix, cli_verify
+from kvhal.cli_output import (
+    BUG,
+    CHECK_FAILED,
+    DEVICE,
+    INTERRUPTED,
+    OK,
+    PIPE_CLOSED,
+    REFUSED,
+    USAGE,
+    AsJson,
+    EvidenceFolders,
+    Session,
+    emit_json,
+    emit_page,
+    version_option,
+    versions_given,
+)
 from kvhal.errors import ConfigError, KvhalError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from kvhal.config import Deployment
+    from kvhal.explanation import NoRow
 
 __all__ = ["app", "main"]
 
-OK, CHECK_FAILED, USAGE, REFUSED, DEVICE, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 3, 4, 70, 130, 141
-PAGE_WIDTH = 100
 _BUG_REPORT = "this is a bug of kvhal: please report it with the lines above and the output of `kvhal probe --json`"
 # The base of every usage error; typer has had click's own and, since 0.26, a copy of it.
 _UsageError: Any = typer.BadParameter.__mro__[2]
-
-
-@dataclass(slots=True)
-class _Session:
-    """One call. as_json: asked for on the command line, or by the deployment's `report.format`.
-
-    `main` looks for --json before typer does, so that a usage error is a document as well.
-    """
-
-    as_json: bool
 
 
 class _Group(TyperGroup):
@@ -72,28 +75,28 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(cli_config.app, name="config")
-
-
-def _asked_for_json(ctx: typer.Context, is_asked: bool) -> bool:
-    ctx.obj.as_json = ctx.obj.as_json or is_asked
-    return is_asked
-
+app.command()(cli_matrix.matrix)
+app.command()(cli_verify.verify)
 
 _Config = Annotated[Path, typer.Option("-c", "--config", metavar="FILE", help="The deployment file.")]
 _MaybeConfig = Annotated[Path | None, typer.Option("-c", "--config", metavar="FILE", help="A deployment file.")]
 _Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.", callback=_asked_for_json)]
 _Platform = Annotated[str | None, typer.Option("--platform", metavar="NAME", help="Ask about this platform.")]
 _Arch = Annotated[str | None, typer.Option("--arch", metavar="ARCH", help="Ask about this arch, such as x86_64.")]
 _Mode = Annotated[str | None, typer.Argument(metavar="MODE", help="A mode; all of them if left out.")]
-_HeadDims = Annotated[list[int] | None, typer.Option("--head-dim", metavar="D", min=1, help="Repeatable.")]
+_HeadDims = Annotated[
+    list[int] | None, typer.Option("--head-dim", metavar="D", min=1, help="Check this head size. Repeatable.")
+]
+_BlockSizes = Annotated[
+    list[int] | None, typer.Option("--block-size", metavar="N", min=1, help="Check this block size. Repeatable.")
+]
 _Blocks = Annotated[int | None, typer.Option("--blocks", metavar="N", min=1, help="Plan this many blocks a group.")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
-    session = _Session(as_json="--json" in args)
+    session = Session(as_json="--json" in args)
     with _logs_on_stderr():
         try:
             # Without a command typer's versions differ in stream and code.
@@ -127,7 +130,13 @@ def _root(version: _Version = False) -> None:
 
 
 @app.command()
-def run(ctx: typer.Context, config: _Config, sets: _Sets = None, _as_json: _Json = False) -> int:
+def run(
+    ctx: typer.Context,
+    config: _Config,
+    sets: _Sets = None,
+    evidence: EvidenceFolders = None,
+    _as_json: AsJson = False,
+) -> int:
     """Detect, decide, plan, profile, allocate, use, check and close; print what every step found."""
     from kvhal.host import HostFacts
 
@@ -137,15 +146,15 @@ def run(ctx: typer.Context, config: _Config, sets: _Sets = None, _as_json: _Json
     with _progress() as say:
         from kvhal.run import run as run_deployment
 
-        report = run_deployment(deployment, progress=say)
+        report = run_deployment(deployment, progress=say, evidence=evidence or ())
     if ctx.obj.as_json:
         from kvhal.report.document import run_document
 
-        _emit_json(run_document(report))
+        emit_json(run_document(report))
     else:
         from kvhal.report.terminal import run_page
 
-        _emit_page(run_page(report))
+        emit_page(run_page(report))
     return OK if report.is_ok else CHECK_FAILED
 
 
@@ -157,21 +166,23 @@ def plan(
     sets: _Sets = None,
     platform: _Platform = None,
     arch: _Arch = None,
-    _as_json: _Json = False,
+    evidence: EvidenceFolders = None,
+    _as_json: AsJson = False,
 ) -> int:
     """Say every byte of a deployment's cache. Needs no device and no torch."""
-    from kvhal.outline import outline, target
+    from kvhal.outline import outline
+    from kvhal.target import target
 
     deployment = _load(ctx, config, sets)
-    found = outline(deployment, target(deployment.platform, platform, arch), blocks)
+    found = outline(deployment, target(deployment.platform, platform, arch, evidence=evidence or ()), blocks)
     if ctx.obj.as_json:
         from kvhal.report.document import plan_document
 
-        _emit_json(plan_document(found))
+        emit_json(plan_document(found))
     else:
         from kvhal.report.terminal import plan_page
 
-        _emit_page(plan_page(found))
+        emit_page(plan_page(found))
     return OK
 
 
@@ -182,33 +193,64 @@ def explain(
     config: _MaybeConfig = None,
     platform: _Platform = None,
     arch: _Arch = None,
+    torch: Annotated[str | None, version_option("torch")] = None,
+    triton: Annotated[str | None, version_option("triton")] = None,
+    cuda: Annotated[str | None, version_option("cuda")] = None,
+    rocm: Annotated[str | None, version_option("rocm")] = None,
+    driver: Annotated[str | None, version_option("driver")] = None,
     head_dim: _HeadDims = None,
+    block_size: _BlockSizes = None,
+    evidence: EvidenceFolders = None,
     sets: _Sets = None,
-    _as_json: _Json = False,
+    _as_json: AsJson = False,
 ) -> int:
-    """Say whether a mode runs on a platform, how, and why. Needs no device and no torch. Exit 3 if it is refused."""
-    from kvhal.outline import explain as explained
-    from kvhal.outline import target
+    """Say whether a mode runs on a platform, how, and why. Needs no device and no torch. Exit 3 if it is refused.
+
+    Versions that are not given: those installed here, if the platform is this machine's, else those its table assumes.
+    """
+    from kvhal.capability import UnknownArch
+    from kvhal.cells import Shapes
+    from kvhal.explanation import explain as explained
+    from kvhal.explanation import no_row
+    from kvhal.target import target
 
     if sets and config is None:
         raise ConfigError("--set was given without a deployment file to change; name one with -c")
+    given = versions_given({"torch": torch, "triton": triton, "cuda": cuda, "rocm": rocm, "driver": driver})
     deployment = None if config is None else _load(ctx, config, sets)
-    at = target(None if deployment is None else deployment.platform, platform, arch)
-    found = explained(mode, at, deployment, tuple(head_dim or ()))
+    asked = None if deployment is None else deployment.platform
+    shapes = Shapes(tuple(head_dim or ()), tuple(block_size or ()))
+    try:
+        found = explained(mode, target(asked, platform, arch, given, evidence or ()), deployment, shapes)
+    except UnknownArch as exc:
+        return _unknown_arch(ctx, no_row(exc))
     if ctx.obj.as_json:
         from kvhal.report.document import explain_document
 
-        _emit_json(explain_document(found))
+        emit_json(explain_document(found))
     else:
-        from kvhal.report.terminal import explain_page
+        from kvhal.report.explain_page import explain_page
 
-        _emit_page(explain_page(found))
+        emit_page(explain_page(found))
     is_list = mode is None and deployment is None
     return OK if found.is_accepted or is_list else REFUSED
 
 
+def _unknown_arch(ctx: typer.Context, found: NoRow) -> int:
+    """Answered like a refusal: on stdout, with exit code 3."""
+    if ctx.obj.as_json:
+        from kvhal.report.document import no_row_document
+
+        emit_json(no_row_document(found))
+    else:
+        from kvhal.report.explain_page import no_row_page
+
+        emit_page(no_row_page(found))
+    return REFUSED
+
+
 @app.command()
-def probe(ctx: typer.Context, _as_json: _Json = False) -> int:
+def probe(ctx: typer.Context, _as_json: AsJson = False) -> int:
     """Say what is here and which platform is chosen: what a bug report needs. Holds no secrets."""
     from kvhal.environment import look_around
 
@@ -216,11 +258,11 @@ def probe(ctx: typer.Context, _as_json: _Json = False) -> int:
     if ctx.obj.as_json:
         from kvhal.report.document import probe_document
 
-        _emit_json(probe_document(found))
+        emit_json(probe_document(found))
     else:
         from kvhal.report.terminal import probe_page
 
-        _emit_page(probe_page(found))
+        emit_page(probe_page(found))
     return OK if found.is_usable else DEVICE
 
 
@@ -233,34 +275,14 @@ def _load(ctx: typer.Context, config: Path, sets: list[str] | None) -> Deploymen
     return deployment
 
 
-def _emit_json(document: dict[str, Any]) -> None:
-    from kvhal.report.document import to_json
-
-    typer.echo(to_json(document))
-
-
-def _emit_page(page: RenderableType) -> None:
-    from rich.console import Console
-
-    is_terminal = sys.stdout.isatty()
-    console = Console(width=None if is_terminal or "COLUMNS" in os.environ else PAGE_WIDTH, highlight=False)
-    with console.capture() as captured:
-        console.print(page)
-    text = captured.get()
-    if not is_terminal:
-        # Rich pads lines to the width; a file or a pipe needs no such spaces.
-        text = "\n".join(line.rstrip() for line in text.split("\n"))
-    typer.echo(text, nl=False, color=is_terminal)
-
-
-def _failed(session: _Session, error: BaseException, code: int, message: str = "") -> int:
+def _failed(session: Session, error: BaseException, code: int, message: str = "") -> int:
     """Tell people on stderr and, with --json, programs on stdout."""
     if message:
         typer.echo(message, err=True)
     if session.as_json:
         from kvhal.report.document import error_document
 
-        _emit_json(error_document(error, code))
+        emit_json(error_document(error, code))
     return code
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kvhal.capability import CapabilityTable
+from kvhal.kernels.fingerprint import REFERENCE
 from kvhal.layout import ForeignView
 from kvhal.plan import Plan
 from kvhal.probe import DeviceFacts, Probe
@@ -109,10 +110,13 @@ class KernelSet:
     """The kernels that serve a mode on an arch, and what they need.
 
     workspace_bytes(plan-time geometry of one layer, num_q_heads, max_tokens) -> bytes of scratch `attend` takes.
+    sources: the dotted names of the functions that run, which evidence is about (`kernels.fingerprint`); the table of
+    the platform lists the same under `kernels`.
     """
 
     name: str
     workspace_bytes: Callable[..., int]
+    sources: tuple[str, ...] = REFERENCE
 
 
 class Platform(Protocol):
@@ -147,6 +151,10 @@ class Platform(Protocol):
 
     def torch_device(self, device: DeviceFacts) -> torch.device:
         """The torch device of `device`."""
+        ...
+
+    def confirm(self, device: DeviceFacts) -> None:
+        """Confirm at allocation that the device is the one that was probed; DeviceError naming both if it is not."""
         ...
 
     def reserve(self, nbytes: int, device: DeviceFacts) -> torch.UntypedStorage:

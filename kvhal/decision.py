@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, StrEnum
 
 from kvhal import modes
 from kvhal.cells import Path, Support
 from kvhal.errors import ConfigError, Problem, UnsupportedMode
+from kvhal.proof import UNPROVED, Proof
 from kvhal.spec import CacheSpec
 
-__all__ = ["Action", "Decision", "OnUnsupported", "Policy", "SpecDecision"]
+__all__ = ["Action", "Decision", "OnUnsupported", "Policy", "RequiredEvidence", "SpecDecision"]
 
 
 class OnUnsupported(Enum):
@@ -18,6 +19,13 @@ class OnUnsupported(Enum):
 
     ERROR = "error"
     FALLBACK = "fallback"
+
+
+class RequiredEvidence(StrEnum):
+    """hardware: tests passed on this arch, with these kernels or others. current: with exactly these."""
+
+    HARDWARE = "hardware"
+    CURRENT = "current"
 
 
 class Action(Enum):
@@ -30,7 +38,7 @@ class Action(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a deployment allows. It narrows the table (deny, require_native) or opts in (experimental).
+    """What a deployment allows. It narrows the table (deny, require_*) or opts in (experimental).
 
     fallback: the modes that may be taken instead, in order; used only if `on_unsupported` is FALLBACK. Mode names may
     be aliases and are kept canonical. Raises ConfigError with every problem.
@@ -41,6 +49,7 @@ class Policy:
     require_native: bool = False
     on_unsupported: OnUnsupported = OnUnsupported.ERROR
     fallback: tuple[str, ...] = ()
+    require_evidence: RequiredEvidence | None = None
 
     def __post_init__(self) -> None:
         # A truthy string such as "forbid" would opt in, so what a caller built by hand is checked as well.
@@ -53,6 +62,12 @@ class Policy:
             )
             if not isinstance(value, kind)
         ]
+        if self.require_evidence is not None:
+            try:
+                object.__setattr__(self, "require_evidence", RequiredEvidence(self.require_evidence))
+            except ValueError:
+                found = f"policy.require_evidence is {self.require_evidence!r}"
+                problems.append(Problem(f"{found}; it must be 'hardware', 'current' or None"))
         object.__setattr__(self, "deny", _canonical("policy.deny", self.deny, problems))
         object.__setattr__(self, "fallback", _canonical("policy.fallback", self.fallback, problems))
         if self.on_unsupported is OnUnsupported.FALLBACK and not self.fallback:
@@ -82,7 +97,9 @@ class Decision:
     effective: the mode that will be stored; None if refused. rule: "file:line" of the row, or the policy's key, that
     decided. alternatives: modes that `decide` accepts under the same policy and shapes, best first. ways_out: those,
     with what each needs, and the change that would make the mode asked for accepted, if any would. path, encoding and
-    support are those of the effective mode, or of the requested one if refused.
+    support are those of the effective mode, or of the requested one if refused. links: sources of the requested mode's
+    row. when: the versions that row answers for, "" for any. assumed: the versions that were not known and that it
+    depends on, as the table assumes them ("triton 3.8.0"). proof: where the effective (or refused) mode stands.
     """
 
     requested: str
@@ -97,6 +114,10 @@ class Decision:
     encoding: str
     support: Support
     ways_out: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+    when: str = ""
+    assumed: tuple[str, ...] = ()
+    proof: Proof = UNPROVED
 
     @property
     def refused(self) -> bool:
@@ -110,7 +131,8 @@ class Decision:
     @property
     def message(self) -> str:
         """The decision in words: what was asked, what was found and, if refused, what to do."""
-        asked = f"mode {self.requested!r} was asked on platform {self.platform!r}, arch {self.arch!r}"
+        at = f" (assuming {', '.join(self.assumed)})" if self.assumed else ""
+        asked = f"mode {self.requested!r} was asked on platform {self.platform!r}, arch {self.arch!r}{at}"
         match self.action:
             case Action.RUN:
                 return f"{asked}: it runs ({self.rule})" + (f"; {self.reason}" if self.reason else "")

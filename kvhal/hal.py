@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvhal import policy as policies
 from kvhal import registry
+from kvhal.capability import CapabilityTable
 from kvhal.contract import Adopted, Platform
 from kvhal.decision import Policy, SpecDecision
 from kvhal.errors import PlatformError
 from kvhal.host import HostFacts
+from kvhal.installed import installed_versions
 from kvhal.layout import Order
 from kvhal.lease import CacheLease
 from kvhal.page import LayoutKind
@@ -19,21 +22,33 @@ from kvhal.probe import DeviceFacts
 from kvhal.profile import Profiling
 from kvhal.readings import MemoryReading
 from kvhal.spec import CacheSpec
+from kvhal.tables import proved
+from kvhal.versions import Versions
 
 __all__ = ["Hal", "detect", "get"]
 
 
 @dataclass(frozen=True, slots=True)
 class Hal:
-    """One device of one platform. reason: why this platform was chosen."""
+    """One device of one platform. reason: why this platform was chosen. evidence: further folders of evidence files.
+
+    versions: what is installed here; for those that are None the table answers as it assumes them.
+    """
 
     platform: Platform
     device: DeviceFacts
     reason: str = ""
+    evidence: tuple[Path, ...] = ()
+    versions: Versions = Versions()  # noqa: RUF009  # frozen
 
     def decide(self, spec: CacheSpec, policy: Policy | None = None) -> SpecDecision:
         """What happens to each mode of `spec` here: run, a fallback the policy lists, or a refusal with reason."""
-        return policies.decide_spec(self.platform.capabilities(), self.device.arch, spec, policy or Policy())
+        table, arch = self.capabilities(), self.device.arch
+        return policies.decide_spec(table, arch, spec, policy or Policy(), versions=self.versions)
+
+    def capabilities(self) -> CapabilityTable:
+        """The platform's table in the light of the evidence: shipped, the user's own, and that of `evidence`."""
+        return proved(self.platform.capabilities(), self.evidence, versions=self.versions)
 
     def plan(
         self,
@@ -98,7 +113,7 @@ def detect(device: int = 0, *, platform: str | None = None, host: HostFacts | No
     choice = registry.choose(facts, registry.requested_platform(facts.env, platform), registry.adapters())
     for found in choice.probe.devices:
         if found.index == device:
-            return Hal(registry.load(choice.name), found, choice.reason)
+            return Hal(registry.load(choice.name), found, choice.reason, versions=installed_versions(facts))
     names = ", ".join(f"{d.index}: {d.name} ({d.arch})" for d in choice.probe.devices)
     raise PlatformError(
         f"device {device} of platform {choice.name!r} was asked for; found: {names}; choose one of these"

@@ -27,6 +27,7 @@ __all__ = ["ENV_NAMES", "WITNESSES", "Absent", "Failed", "HostFacts", "Present",
 # The environment is narrowed to these, so that printing the facts never prints a secret.
 ENV_NAMES = (
     "KVHAL_PLATFORM",
+    "KVHAL_MASQUERADE",
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",
     "HIP_VISIBLE_DEVICES",

@@ -1,41 +1,32 @@
-"""What can be said of a deployment without a device: its target, its decisions and every byte. No torch.
+"""What can be said of a deployment without a device: its target and every byte of its plan. No torch.
 
-`kvhal plan` and `kvhal explain` show these values; `kvhal run` starts from the same functions.
+`kvhal plan` shows these values; `kvhal explain` and `kvhal run` start from the same functions.
 """
 
 from __future__ import annotations
 
-import os
-import platform as this_machine
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
-from kvhal import modes, policy
+from kvhal import policy
 from kvhal.budget import blocks_that_fit, check_blocks
 from kvhal.capability import CapabilityTable
-from kvhal.cells import Operation, Shapes
 from kvhal.config import Deployment
-from kvhal.decision import Decision, OnUnsupported, Policy
-from kvhal.errors import ConfigError
+from kvhal.decision import Decision, OnUnsupported, Policy, RequiredEvidence
 from kvhal.kernels.workspace import attend_workspace_bytes
 from kvhal.plan import Plan, make_plan
 from kvhal.plan_bytes import PlanBytes, plan_bytes
-from kvhal.registry import CPU, requested_platform
 from kvhal.spec import CacheGroup, CacheSpec, ScaledStore, Store
-from kvhal.tables import capability_table
+from kvhal.target import Target
+from kvhal.versions import Versions
 
-__all__ = ["Explanation", "Outline", "Target", "explain", "outline", "plan_options", "policy_of", "spec_on", "target"]
-
-_ARCH_TOKENS = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The platform and arch that a question is about. chosen: why these two."""
-
-    table: CapabilityTable
-    arch: str
-    chosen: str
+__all__ = [
+    "Outline",
+    "outline",
+    "plan_options",
+    "policy_of",
+    "spec_on",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +47,6 @@ class Outline:
     plan: PlanBytes
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """What a platform says of modes; `operations` only where no single mode was asked for."""
-
-    platform: str
-    arch: str
-    chosen: str
-    table: str
-    decisions: tuple[Decision, ...]
-    operations: tuple[Operation, ...]
-
-    @property
-    def is_accepted(self) -> bool:
-        return not any(d.refused for d in self.decisions)
-
-
 class PlanOptions(TypedDict):
     """What a deployment says beside spec and blocks, by the names of `make_plan`."""
 
@@ -85,29 +60,6 @@ class PlanOptions(TypedDict):
     on_leak: str
 
 
-def target(configured: str | None, platform: str | None, arch: str | None) -> Target:
-    """What to answer for: `platform`, else KVHAL_PLATFORM or the deployment's, else the CPU; `arch`, else ours.
-
-    Raises PlatformError for a platform without adapter, UnsupportedMode for an arch its table does not list,
-    ConfigError where the arch must be given.
-    """
-    asked = platform or requested_platform(os.environ, configured)
-    table = capability_table(asked or CPU)
-    chosen = "--platform" if platform else "asked for" if asked else "default; --platform names another"
-    if arch is not None:
-        return Target(table, table.known_arch(arch, "an explanation"), chosen)
-    machine = this_machine.machine()
-    token = _ARCH_TOKENS.get(machine.lower(), machine)
-    if token in table.archs:
-        return Target(table, token, f"{chosen}; arch of this machine")
-    if len(table.archs) == 1:
-        return Target(table, table.archs[0], f"{chosen}; its only arch")
-    raise ConfigError(
-        f"platform {table.platform!r} has the archs {', '.join(table.archs)} and this machine ({token!r}) is none of "
-        "them; say which with --arch"
-    )
-
-
 def policy_of(deployment: Deployment) -> Policy:
     """The deployment's `policy:` section as the rules read it."""
     given = deployment.policy
@@ -115,18 +67,20 @@ def policy_of(deployment: Deployment) -> Policy:
         experimental=given.experimental == "allow",
         deny=given.deny,
         require_native=given.require.path == "native",
+        require_evidence=None if given.require.evidence == "any" else RequiredEvidence(given.require.evidence),
         on_unsupported=OnUnsupported(given.on_unsupported),
         fallback=given.fallback,
     )
 
 
-def spec_on(deployment: Deployment, table: CapabilityTable, arch: str) -> CacheSpec:
+def spec_on(deployment: Deployment, table: CapabilityTable, arch: str, versions: Versions | None = None) -> CacheSpec:
     """The deployment's spec with every encoding it leaves open (null) as this arch stores that mode."""
+    at = versions or Versions()
     asked = {"k": deployment.cache.encoding.k, "v": deployment.cache.encoding.v}
 
     def store(found: Store) -> Store:
         if isinstance(found, ScaledStore) and asked[found.name] is None:
-            return replace(found, encoding=table.cell(found.mode, arch).encoding)
+            return replace(found, encoding=table.cell(found.mode, arch, at).encoding)
         return found
 
     def group(found: CacheGroup) -> CacheGroup:
@@ -157,7 +111,8 @@ def outline(deployment: Deployment, at: Target, blocks: int | None = None) -> Ou
     blocks: as given, else memory.blocks, else what memory.bytes holds, else what a full batch needs. Raises
     UnsupportedMode for a refusal, BudgetError if `blocks` do not fit memory.bytes.
     """
-    decision = policy.decide_spec(at.table, at.arch, spec_on(deployment, at.table, at.arch), policy_of(deployment))
+    spec = spec_on(deployment, at.table, at.arch, at.versions)
+    decision = policy.decide_spec(at.table, at.arch, spec, policy_of(deployment), versions=at.versions)
     plan = make_plan(decision, 1, [attend_workspace_bytes], **plan_options(deployment))
     count, why, held = _blocks(deployment, plan, blocks)
     return Outline(
@@ -171,34 +126,6 @@ def outline(deployment: Deployment, at: Target, blocks: int | None = None) -> Ou
         kernels="reference",
         plan=plan_bytes(plan.with_blocks(count)),
     )
-
-
-def explain(mode: str | None, at: Target, deployment: Deployment | None, head_dims: tuple[int, ...]) -> Explanation:
-    """The decision for `mode`, else for the deployment's modes, else for every mode, under the deployment's policy.
-
-    head_dims: checked against the limits of the row, in place of the deployment's shapes. Raises ConfigError for an
-    unknown mode.
-    """
-    rules = Policy() if deployment is None else policy_of(deployment)
-    if mode is None and deployment is not None and not head_dims:
-        spec = spec_on(deployment, at.table, at.arch)
-        decisions = policy.decide_spec(at.table, at.arch, spec, rules).decisions
-    else:
-        names = (mode,) if mode is not None else tuple(modes.MODES) if deployment is None else deployment.spec().modes
-        shapes = Shapes(head_dims) if head_dims or deployment is None else _shapes(deployment.spec())
-        decisions = tuple(policy.decide(at.table, at.arch, n, rules, shapes=shapes) for n in names)
-    operations = () if mode is not None else tuple(_operations(at))
-    return Explanation(at.table.platform, at.arch, at.chosen, at.table.source, decisions, operations)
-
-
-def _shapes(spec: CacheSpec) -> Shapes:
-    """The shapes of every scaled store, as if all were kept in the mode in question."""
-    found = [Shapes.of(spec, name) for name in spec.modes]
-    return Shapes(tuple({h for s in found for h in s.head_dims}), tuple({b for s in found for b in s.block_sizes}))
-
-
-def _operations(at: Target) -> list[Operation]:
-    return [found for (_, arch), found in at.table.operations.items() if arch == at.arch]
 
 
 def _blocks(deployment: Deployment, one: Plan, asked: int | None) -> tuple[int, str, int | None]:

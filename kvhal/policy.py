@@ -2,7 +2,7 @@
 
 A decision runs exactly the mode that was asked for, or refuses it with a rule, a reason and ways out, or falls back to
 a mode that the policy itself lists. Rules are tried in this order: what the table says, `deny`, `require_native`,
-`experimental`, the row's shape limits, the stored encoding.
+`require_evidence`, `experimental`, the row's shape limits, the stored encoding.
 """
 
 from __future__ import annotations
@@ -14,12 +14,24 @@ from dataclasses import dataclass, replace
 from kvhal import modes
 from kvhal.capability import CapabilityTable
 from kvhal.cells import Cell, Path, Shapes, Support
-from kvhal.decision import Action, Decision, OnUnsupported, Policy, SpecDecision
+from kvhal.decision import Action, Decision, OnUnsupported, Policy, RequiredEvidence, SpecDecision
 from kvhal.errors import ConfigError
 from kvhal.modes import MODES, Scaling
+from kvhal.proof import Level, Status, verify_command
 from kvhal.spec import CacheGroup, CacheSpec, ScaledStore, Store
+from kvhal.versions import UnknownVersion, Versions
 
-__all__ = ["Action", "Decision", "OnUnsupported", "Policy", "SpecDecision", "decide", "decide_spec"]
+__all__ = [
+    "Action",
+    "Decision",
+    "OnUnsupported",
+    "Policy",
+    "RequiredEvidence",
+    "SpecDecision",
+    "decide",
+    "decide_spec",
+    "sources",
+]
 
 logger = logging.getLogger("kvhal")
 
@@ -35,16 +47,20 @@ class _Objection:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """Everything a decision depends on beside the mode. spec: the cache the mode is part of, if there is one."""
+    """Everything a decision depends on beside the mode.
+
+    spec: the cache the mode is part of, if there is one. versions: what is not known is as the table assumes it.
+    """
 
     table: CapabilityTable
     arch: str
     policy: Policy
     shapes: Shapes
     spec: CacheSpec | None = None
+    versions: Versions = Versions()  # noqa: RUF009  # frozen
 
     def cell(self, mode: str) -> Cell:
-        return self.table.cell(mode, self.arch)
+        return self.table.cell(mode, self.arch, self.versions)
 
     def objections(self, mode: str, encodings: tuple[str, ...] = ()) -> tuple[_Objection, ...]:
         return tuple(_objections(self.cell(mode), self.policy, self.shapes, encodings))
@@ -59,7 +75,14 @@ class _Question:
         }[MODES[mode].scaling]
         ranked = sorted(MODES, key=lambda name: order.index(MODES[name].scaling))
         candidates = dict.fromkeys((*self.cell(mode).instead, *ranked))
-        return tuple(n for n in candidates if n != mode and not self.objections(n) and self.makes_a_spec(mode, n))
+        return tuple(n for n in candidates if n != mode and self.accepts(n) and self.makes_a_spec(mode, n))
+
+    def accepts(self, mode: str) -> bool:
+        """Whether it is known to run: a mode that hangs on an unknown version is not offered."""
+        try:
+            return not self.objections(mode)
+        except UnknownVersion:
+            return False
 
     def makes_a_spec(self, mode: str, name: str) -> bool:
         """Whether `name` in the place of `mode` leaves a valid spec; it may lack the scales."""
@@ -90,18 +113,25 @@ class _Question:
 
 
 def _objections(cell: Cell, policy: Policy, shapes: Shapes, encodings: tuple[str, ...]) -> Iterator[_Objection]:
-    said = f"{cell.support.value}: {cell.reason}{_evidence(cell)}"
+    said = f"{cell.support.value}: {cell.reason}{sources(cell)}"
     if not cell.support.is_accepted:
         yield _Objection(cell.rule, said)
     if cell.mode in policy.deny:
         yield _Objection("policy.deny", f"the policy denies {cell.mode!r}", f"take {cell.mode!r} out of policy.deny")
-    if policy.require_native and cell.path is not Path.NATIVE and cell.support.is_accepted:
-        path = "none" if cell.path is None else cell.path.value
+    found_path = cell.path_of(encodings or (cell.encoding,))
+    if policy.require_native and found_path is not Path.NATIVE and cell.support.is_accepted:
+        path = "none" if found_path is None else found_path.value
         found = f"the policy requires a native path and this one is {path} ({cell.rule})"
         yield _Objection("policy.require.path", found, "set policy.require.path to any")
+    if policy.require_evidence is not None and cell.support.is_accepted and not _is_proved(cell, policy):
+        wanted = policy.require_evidence.value
+        found = f"the policy requires {wanted} evidence and there is: {cell.proof.summary}"
+        remedy = f"prove it with {verify_command(cell.mode, cell.arch)}"
+        yield _Objection("policy.require.evidence", found, remedy)
     if cell.support is Support.EXPERIMENTAL and not policy.experimental:
         found = f"it needs an opt-in ({cell.rule}: {said})"
-        yield _Objection("policy.experimental", found, "opt in with policy.experimental: allow")
+        prove = f", or prove it with {cell.proof.settle}" if cell.proof.settle else ""
+        yield _Objection("policy.experimental", found, f"opt in with policy.experimental: allow{prove}")
     if problem := cell.shape_problem(shapes):
         yield _Objection(cell.rule, f"outside the limits of the row: {problem}")
     for encoding in encodings:
@@ -110,17 +140,37 @@ def _objections(cell: Cell, policy: Policy, shapes: Shapes, encodings: tuple[str
             yield _Objection(cell.rule, found, f"set its encoding to {cell.encoding!r}")
 
 
-def _evidence(cell: Cell) -> str:
+def _is_proved(cell: Cell, policy: Policy) -> bool:
+    """Whether the cell's evidence is what the policy requires."""
+    if cell.proof.level is not Level.HARDWARE:
+        return False
+    if policy.require_evidence is RequiredEvidence.CURRENT:
+        return cell.proof.status is Status.CURRENT
+    return cell.proof.has_passed
+
+
+def sources(cell: Cell) -> str:
+    """What a row rests on, in brackets, as reasons end with it; "" if it names nothing."""
     shown = (*((f"evidence {cell.evidence}",) if cell.evidence else ()), *cell.links)
     return f" ({', '.join(shown)})" if shown else ""
 
 
-def decide(table: CapabilityTable, arch: str, mode: str, policy: Policy, *, shapes: Shapes | None = None) -> Decision:
-    """What happens to `mode` on `arch`; a fallback is logged as one warning.
+def decide(
+    table: CapabilityTable,
+    arch: str,
+    mode: str,
+    policy: Policy,
+    *,
+    shapes: Shapes | None = None,
+    versions: Versions | None = None,
+) -> Decision:
+    """What happens to `mode` on `arch`; a fallback is logged as one warning. versions: of what is installed.
 
-    Raises ConfigError for an unknown mode and UnsupportedMode for an arch that the table does not list.
+    Raises ConfigError for an unknown mode, UnsupportedMode for an arch that the table does not list, UnknownVersion if
+    the answer depends on a version that is neither given nor assumed by the table.
     """
-    question = _Question(table, table.known_arch(arch, f"mode {mode!r}"), policy, shapes or Shapes())
+    token = table.known_arch(arch, f"mode {mode!r}")
+    question = _Question(table, token, policy, shapes or Shapes(), versions=versions or Versions())
     decision = _decide(question, modes.mode(mode).name, ())
     _log(decision)
     return decision
@@ -138,9 +188,13 @@ def _decide(question: _Question, mode: str, encodings: tuple[str, ...]) -> Decis
         alternatives=(),
         platform=question.table.platform,
         arch=question.arch,
-        path=cell.path,
+        path=cell.path_of(encodings or (cell.encoding,)),
         encoding=cell.encoding,
         support=cell.support,
+        links=cell.links,
+        when=str(cell.when) if cell.when.texts else "",
+        assumed=cell.assumed,
+        proof=cell.proof,
     )
     if not objections:
         return accepted
@@ -167,7 +221,11 @@ def _fall_back(question: _Question, refused: Decision) -> Decision:
     for name in question.policy.fallback:
         if name == refused.requested:
             continue
-        objections = question.objections(name)
+        try:
+            objections = question.objections(name)
+        except UnknownVersion as exc:
+            tried.append(f"{name!r} ({exc})")
+            continue
         if objections:
             tried.append(f"{name!r} ({objections[0].rule}: {objections[0].reason})")
             continue
@@ -178,22 +236,26 @@ def _fall_back(question: _Question, refused: Decision) -> Decision:
             effective=name,
             action=Action.FALLBACK,
             reason=f"{why}; policy.fallback takes {name!r} in its place ({cell.rule})",
-            path=cell.path,
+            path=cell.path_of((cell.encoding,)),
             encoding=cell.encoding,
             support=cell.support,
+            proof=cell.proof,
         )
     also = f"; no mode of policy.fallback is accepted either: {', '.join(tried)}" if tried else ""
     return replace(refused, reason=refused.reason + also)
 
 
-def decide_spec(table: CapabilityTable, arch: str, spec: CacheSpec, policy: Policy) -> SpecDecision:
+def decide_spec(
+    table: CapabilityTable, arch: str, spec: CacheSpec, policy: Policy, *, versions: Versions | None = None
+) -> SpecDecision:
     """What happens to every mode of `spec` on `arch`, shapes and encodings included; fallbacks are logged.
 
     Raises as `decide` does, and ConfigError if a declared fallback makes no valid spec (a static mode without scales).
     """
     token = table.known_arch(arch, f"a cache of {', '.join(repr(m) for m in spec.modes) or 'opaque stores'}")
+    at = versions or Versions()
     decisions = tuple(
-        _decide_in(_Question(table, token, policy, Shapes.of(spec, m), spec), spec, m) for m in spec.modes
+        _decide_in(_Question(table, token, policy, Shapes.of(spec, m), spec, at), spec, m) for m in spec.modes
     )
     if any(d.refused for d in decisions):
         return SpecDecision(spec, decisions, None)
@@ -237,6 +299,11 @@ def _swapped(spec: CacheSpec, swaps: dict[str, tuple[str, str]]) -> CacheSpec:
 
 
 def _log(decision: Decision) -> None:
+    if not decision.refused and decision.proof.status is Status.STALE:
+        logger.warning(
+            "mode %r on %s runs on stale evidence: %s", decision.effective, decision.arch, decision.proof,
+            extra={"kvhal_event": "evidence.stale", "mode": decision.effective, "source": decision.proof.source},
+        )  # fmt: skip
     if not _fell_back(decision):
         return
     logger.warning(

@@ -48,11 +48,11 @@ class MemoryProfile:
 
     @property
     def workload_bytes(self) -> Figure:
-        """The most the workload took beyond what it found: own-process peak over the use after the trial was allocated.
+        """The most the workload took beyond what it found: the rise of the peak, reset when the trial was allocated.
 
         Unknown where the platform measures no peak. The trial's own steps are in it.
         """
-        peak, before = self.reading("workload").peak, self.reading("trial").own
+        peak, before = self.reading("workload").peak, self.reading("trial").peak
         if isinstance(peak, Unknown):
             return peak
         if isinstance(before, Unknown):

@@ -18,13 +18,28 @@ from kvhal.errors import KvhalError, PlatformError
 from kvhal.host import Failed, HostFacts, Present
 from kvhal.probe import Probe
 
-__all__ = ["Choice", "Probing", "Registry", "adapters", "choose", "installed", "load", "names", "requested_platform"]
+__all__ = [
+    "Choice",
+    "Probing",
+    "Registry",
+    "adapters",
+    "built_for",
+    "choose",
+    "installed",
+    "load",
+    "names",
+    "requested_platform",
+]
 
 GROUP = "kvhal.platforms"
 ENV_NAME = "KVHAL_PLATFORM"
+# Test only: lets one GPU adapter run on the other vendor's build, to exercise its calls. It never counts as evidence.
+MASQUERADE = "KVHAL_MASQUERADE"
 AUTO = "auto"
 CPU = "cpu"
 BUILDS = {"cuda": "CUDA", "rocm": "HIP (ROCm)"}
+# The kernel module whose version is the driver's, where it tells one.
+DRIVER_MODULES = {"cuda": "nvidia", "rocm": "amdgpu"}
 GPU_SOURCES = {"cuda": ("nvml", "nvidia_node", "dxg"), "rocm": ("kfd", "dxg", "amdsmi")}
 
 
@@ -121,6 +136,11 @@ def adapters() -> Mapping[str, Probing]:
     return {name: _Lazy(name) for name in names()}
 
 
+def built_for(torch_cuda: str | None, torch_hip: str | None) -> str:
+    """The platform that a torch build stands for, by its `torch.version.cuda` and `.hip`."""
+    return "rocm" if torch_hip else "cuda" if torch_cuda else CPU
+
+
 def requested_platform(env: Mapping[str, str], configured: str | None = None) -> str | None:
     """What the user asked for in KVHAL_PLATFORM or the deployment's `platform:`; None where neither asks ("auto").
 
@@ -141,12 +161,13 @@ def choose(host: HostFacts, requested: str | None, available: Mapping[str, Probi
     Raises PlatformError with everything that was found; a DeviceError of a probe is passed on, since a driver that
     fails is not a device that is absent.
     """
-    built = "rocm" if host.torch_hip else "cuda" if host.torch_cuda else CPU
+    built = built_for(host.torch_cuda, host.torch_hip)
     if requested is None or requested == AUTO:
         return _unrequested(host, built, available)
     if requested not in {*available, *BUILDS, CPU}:
         raise PlatformError(f"{_unknown(requested, available)}; {_found(host)}")
-    if requested in BUILDS and requested != built:
+    masked = built in BUILDS and requested in BUILDS and host.env.get(MASQUERADE) == requested != built
+    if requested in BUILDS and requested != built and not masked:
         raise PlatformError(
             f"platform {requested!r} was requested; this torch ({host.torch_version}) has no {BUILDS[requested]}, "
             f"it is built for {built!r}; {_found(host)}; install a torch built for {requested!r}, or request {built!r}"
@@ -157,7 +178,8 @@ def choose(host: HostFacts, requested: str | None, available: Mapping[str, Probi
             f"platform {requested!r} was requested and has no usable device: {_why_absent(host, probe)}; "
             f"{_found(host)}; mend that, or set {ENV_NAME}={CPU}"
         )
-    return _choice(host, probe, f"platform {requested!r} was requested")
+    mask = f" as a masquerade ({MASQUERADE}) on a torch built for {built!r}: test only, never evidence"
+    return _choice(host, probe, f"platform {requested!r} was requested{mask if masked else ''}")
 
 
 def _unrequested(host: HostFacts, built: str, available: Mapping[str, Probing]) -> Choice:

@@ -6,8 +6,9 @@ detect -> decide -> plan a trial -> profile it -> budget -> plan -> allocate -> 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kvhal.budget import Budget, BudgetPolicy, BudgetReadings, blocks_that_fit, budget, check_blocks
 from kvhal.cells import Operation
@@ -88,18 +89,22 @@ class RunReport:
         return all(check.is_ok for check in self.checks)
 
 
-def run(deployment: Deployment, *, progress: Callable[[str], None] | None = None) -> RunReport:
+def run(
+    deployment: Deployment, *, progress: Callable[[str], None] | None = None, evidence: Iterable[Path] = ()
+) -> RunReport:
     """Run the deployment's whole flow on the device it names. progress: told each step as it begins.
+
+    evidence: further folders of evidence files.
 
     Raises the errors of the steps (PlatformError, UnsupportedMode, BudgetError, DeviceError, ...); whatever is raised,
     every byte has been given back. A check that fails raises nothing: see `RunReport.is_ok`.
     """
     started, say = time.perf_counter(), progress or _quiet
     say("detecting the platform")
-    hal = detect(deployment.device, platform=deployment.platform)
-    table = hal.platform.capabilities()
+    hal = replace(detect(deployment.device, platform=deployment.platform), evidence=tuple(evidence))
+    table = hal.capabilities()
     found = hal.memory()
-    decision = hal.decide(spec_on(deployment, table, hal.device.arch), policy_of(deployment))
+    decision = hal.decide(spec_on(deployment, table, hal.device.arch, hal.versions), policy_of(deployment))
     decision.raise_if_refused()
     trial = hal.plan(decision.spec, deployment.profile.blocks, decision=decision, **plan_options(deployment))
     say(f"profiling with a trial cache of {trial.nbytes} bytes")

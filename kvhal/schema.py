@@ -265,6 +265,7 @@ class Require(_Section):
     """What a decision must rest on."""
 
     path: Literal["any", "native"] = Field("any", description="any or native")
+    evidence: Literal["any", "hardware", "current"] = Field("any", description="any, hardware or current")
 
 
 class Policy(_Section):
@@ -272,7 +273,7 @@ class Policy(_Section):
 
     experimental: Literal["deny", "allow"] = Field("deny", description="deny or allow")
     deny: ModeNames = Field((), description="a list of modes")
-    require: Require = Field(Require(path="any"), description="a mapping with path")
+    require: Require = Field(Require(path="any", evidence="any"), description="a mapping with path and evidence")
     on_unsupported: Literal["error", "fallback"] = Field("error", description="error or fallback")
     fallback: ModeNames = Field((), description="a list of modes, the first choice first")
     on_leak: Literal["revoke", "raise"] = Field("revoke", description="revoke or raise")

@@ -40,7 +40,6 @@ _ELSEWHERE = {
 }
 # Looking for close names takes milliseconds a key, and a file that is no deployment has thousands of them.
 _MOST_ERRORS = 200
-_LATER = {("policy", "require", "evidence"): "it comes with a later version of kvhal"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +155,6 @@ def _all_keys(model: type[BaseModel] = DeploymentFile, base: str = "") -> Iterat
 
 def key_hint(loc: KeyPath) -> str:
     """What an unknown key was probably meant to be: the same name elsewhere, a sibling, or another tool's name."""
-    if loc in _LATER:
-        return _LATER[loc]
     key = str(loc[-1])
     parent = next(_models_in(_parent_annotation(loc)), None)
     siblings = list(parent.model_fields) if parent is not None else []

@@ -111,6 +111,9 @@ class TorchPlatform:
     def torch_device(self, device: DeviceFacts) -> torch.device:
         return torch.device(self.device_type, device.index)
 
+    def confirm(self, device: DeviceFacts) -> None:
+        """Open the device, before a byte of it is taken. DeviceError if it is not the one that was probed."""
+
     def reserve(self, nbytes: int, device: DeviceFacts) -> torch.UntypedStorage:
         try:
             return torch.UntypedStorage(nbytes, device=self.torch_device(device))
@@ -151,6 +154,7 @@ class TorchPlatform:
             raise CaptureActive(
                 "a cache cannot be allocated while a graph is being captured; allocate before the capture"
             )
+        self.confirm(device)
         if memory is None:
             region = Region.own(self.reserve(plan.nbytes, device), plan.nbytes)
             owner = "kvhal"

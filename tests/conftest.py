@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,14 @@ from kvhal.hal import Hal
 def hal() -> Hal:
     """The CPU platform, whatever torch build runs the tests."""
     return kvhal.get("cpu")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_evidence_of_the_developers() -> Iterator[None]:
+    """What somebody has proved on this machine must not decide a test."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv("XDG_CONFIG_HOME", folder)
+        yield
 
 
 @pytest.fixture(autouse=True)

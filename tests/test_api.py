@@ -67,7 +67,7 @@ def test_a_refused_mode_never_becomes_a_plan(hal: Hal) -> None:
     spec = CacheSpec.uniform(mode="int8_per_token_head", num_layers=1, num_kv_heads=1, head_dim=16)
     with pytest.raises(UnsupportedMode, match=r"policy\.deny"):
         hal.plan(spec, num_blocks=2, policy=Policy(deny=("int8_per_token_head",)))
-    with pytest.raises(ValueError, match="zigzag"):
+    with pytest.raises(ConfigError, match="zigzag"):
         hal.plan(spec, num_blocks=2, layout="zigzag")
 
 

@@ -21,6 +21,8 @@ Q = torch.ones(1, 4, 32)
 SLOTS = torch.arange(3)
 TABLE = torch.zeros(1, 1, dtype=torch.int32)
 ONE = torch.ones(1, dtype=torch.int32)
+# Untyped: the point is to call it wrongly.
+uniform: Any = CacheSpec.uniform
 
 
 @pytest.fixture
@@ -89,12 +91,12 @@ def test_a_wrong_call_says_so_and_changes_nothing(
 @pytest.mark.parametrize(
     ("words", "make"),
     [
-        ("num_layers is 2.0", lambda: CacheSpec.uniform(mode="bf16", num_layers=2.0, num_kv_heads=2, head_dim=32)),
-        ("num_kv_heads is '2'", lambda: CacheSpec.uniform(mode="bf16", num_layers=2, num_kv_heads="2", head_dim=32)),
-        ("num_kv_heads is True", lambda: CacheSpec.uniform(mode="bf16", num_layers=2, num_kv_heads=True, head_dim=32)),
-        ("head_dim is 32.0", lambda: CacheSpec.uniform(mode="bf16", num_layers=2, num_kv_heads=2, head_dim=32.0)),
-        ("mode None is unknown", lambda: CacheSpec.uniform(mode=None, num_layers=2, num_kv_heads=2, head_dim=32)),
-        ("a \\(k, v\\) pair", lambda: CacheSpec.uniform(mode=("bf16",) * 3, num_layers=2, num_kv_heads=2, head_dim=32)),
+        ("num_layers is 2.0", lambda: uniform(mode="bf16", num_layers=2.0, num_kv_heads=2, head_dim=32)),
+        ("num_kv_heads is '2'", lambda: uniform(mode="bf16", num_layers=2, num_kv_heads="2", head_dim=32)),
+        ("num_kv_heads is True", lambda: uniform(mode="bf16", num_layers=2, num_kv_heads=True, head_dim=32)),
+        ("head_dim is 32.0", lambda: uniform(mode="bf16", num_layers=2, num_kv_heads=2, head_dim=32.0)),
+        ("mode None is unknown", lambda: uniform(mode=None, num_layers=2, num_kv_heads=2, head_dim=32)),
+        ("a \\(k, v\\) pair", lambda: uniform(mode=("bf16",) * 3, num_layers=2, num_kv_heads=2, head_dim=32)),
         ("Fp8Family 'x' is unknown; it is one of 'ocp', 'fnuz'", lambda: kvhal.convert(Blocks({}, K), "x")),
     ],
 )

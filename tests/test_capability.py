@@ -25,7 +25,7 @@ modes:
   - {archs: all, modes: [int8_per_token_head, int4_per_token_head], support: experimental, path: emulated_slow, reason: not measured, head_dim: {min: 16, max: 256, multiple_of: 16}, block_size: {multiple_of: 16}}
 operations:
   - {archs: all, operations: [release_visibly, alibi, tree_mask, cross_attention, attend_opaque], support: refused, reason: not here}
-  - {archs: all, operations: [graph_memory_profiling, virtual_memory_remap, peer_copy], support: run}
+  - {archs: all, operations: [graph_memory_profiling, expandable_segments, virtual_memory_remap, peer_copy], support: run}
 """  # noqa: E501 - one row a line, so that a rule's line can be counted
 
 
@@ -69,6 +69,14 @@ def test_the_default_encoding_is_first_and_the_others_are_accepted() -> None:
     assert table().cell("fp8_e4m3", "sm_80").encodings == ("e4m3fn",)
 
 
+def test_only_the_encodings_that_a_row_calls_native_are() -> None:
+    split = table(FAKE.replace("e4m3fnuz]}", "e4m3fnuz], native: [e4m3fnuz]}")).cell("fp8", "gfx942")
+    assert (split.path_of(("e4m3fnuz",)), split.path_of(("e4m3fnuz", "e4m3fn"))) == (Path.NATIVE, Path.EMULATED)
+    assert table().cell("fp8", "gfx942").path_of(("e4m3fn",)) is Path.NATIVE
+    assert table().cell("int8_per_token_head", "gfx942").path_of(("int8",)) is Path.EMULATED_SLOW
+    assert table().cell("fp8", "sm_80").path_of(("e4m3fn",)) is None
+
+
 def test_features_of_a_device_name_are_not_part_of_the_arch() -> None:
     assert arch_token("gfx942:sramecc+:xnack-") == "gfx942"
     assert table().cell("bfloat16", "gfx942:sramecc+:xnack-").arch == "gfx942"
@@ -82,9 +90,22 @@ def test_an_unknown_arch_is_refused_and_never_likened(arch: str) -> None:
         table().operation("alibi", arch)
 
 
-def test_an_unknown_arch_is_told_the_nearest_name() -> None:
-    with pytest.raises(UnsupportedMode, match="nearest in spelling: 'gfx942'"):
-        table().cell("bfloat16", "gfx941")
+@pytest.mark.parametrize(
+    ("arch", "nearest"),
+    [
+        ("gfx941", "nearest in number: 'gfx942'"),
+        ("gfx90c:xnack-", "nearest in number: 'gfx942'"),
+        ("gfx1036", "nearest in number: 'gfx1100'"),
+        ("sm_120a", "nearest in number: 'sm_80'"),
+        ("GFX_942", "nearest in spelling: 'gfx942'"),
+        ("MI300X", "none is near; an arch is written like 'sm_80'"),
+        ("", "none is near"),
+    ],
+)
+def test_an_unknown_arch_is_told_the_nearest_known_one_and_how_to_add_a_row(arch: str, nearest: str) -> None:
+    with pytest.raises(UnsupportedMode, match=r"add .* to 'archs' there, with a row for each mode") as caught:
+        table().cell("bfloat16", arch)
+    assert nearest in str(caught.value)
 
 
 def test_an_unknown_mode_or_operation_is_an_error_with_the_known_ones() -> None:
@@ -124,7 +145,11 @@ def test_shapes_are_those_of_the_stores_in_the_mode() -> None:
             ["fake.yaml:6:5: modes: 'fp8_e4m3' on 'sm_80' is answered twice (first at"],
         ),
         ("alibi, ", "", ["operations: 'alibi' has no row for sm_80"]),
-        ("peer_copy]", "peer_copy, alibi]", ["fake.yaml:11:5: operations: 'alibi' on 'sm_80' is answered twice"]),
+        (
+            "peer_copy]",
+            "peer_copy, alibi]",
+            ["fake.yaml:11:5: operations: 'alibi' on 'sm_80', 'gfx942', 'gfx1100' is answered twice"],
+        ),
         ("fp8_e5m2", "fp8_e5m3", ["fake.yaml:7:26: modes: 'fp8_e5m3' is unknown", "'fp8_e5m2' has no row"]),
         ("int4_per_token_head], s", "int4_per_token_head, fp8], s", ["modes: 'fp8' is unknown"]),
         ("tree_mask", "tree_masks", ["'tree_masks' is unknown", "'tree_mask' has no row"]),
@@ -168,6 +193,12 @@ def test_shapes_are_those_of_the_stores_in_the_mode() -> None:
         ),
         ("platform: fake", "vendor: fake", ["key 'vendor' is unknown", "key 'platform' is missing"]),
         ("support: run, path: native}", "support: run, path: native, torch: '>=2'}", ["key 'torch' is unknown"]),
+        ("e4m3fnuz]}", "e4m3fnuz], native: [e5m2]}", ["native of mode 'fp8_e4m3': 'e5m2' is unknown"]),
+        (
+            "path: emulated,",
+            "path: emulated, native: [e5m2],",
+            ["native lists encodings of a row whose path is native"],
+        ),
     ],
 )
 def test_a_table_that_is_not_total_or_not_clear_does_not_load(old: str, new: str, expected: list[str]) -> None:

@@ -211,10 +211,10 @@ def test_explain_exits_3_for_a_refused_mode_and_says_why(capsys: pytest.CaptureF
 
 
 def test_explain_gives_verdict_path_encoding_and_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "fp8", "--platform", "cpu", "--arch", "aarch64", "--head-dim", "128", "--json"]) == 0
+    assert main(["explain", "fp8", "--platform", "cpu", "--arch", "x86_64", "--head-dim", "128", "--json"]) == 0
     found = document(capsys)
     (decision,) = found["decisions"]
-    assert found["arch"] == "aarch64"
+    assert found["arch"] == "x86_64"
     assert (decision["requested"], decision["effective"]) == ("fp8_e4m3", "fp8_e4m3")
     assert (decision["path"], decision["encoding"]) == ("emulated", "e4m3fn")
     file, line = decision["rule"].split(":")
@@ -243,7 +243,9 @@ def test_explain_refuses_unknown_platforms_and_archs(
     capsys: pytest.CaptureFixture[str], options: list[str], code: int, words: str
 ) -> None:
     assert main(["explain", "bfloat16", *options]) == code
-    assert words in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    # An arch without a row is an answer; a platform without adapter is an error.
+    assert words in (out if code == 3 else err)
 
 
 def test_a_platform_this_torch_is_not_built_for_exits_4(capsys: pytest.CaptureFixture[str]) -> None:

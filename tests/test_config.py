@@ -361,7 +361,6 @@ def test_one_wrong_value(write: Write, key: str, value: str, message: str, hint:
         ("memory_fraction", "it belongs at memory.fraction"),
         ("gpu_memory_utilization", "it belongs at memory.fraction"),
         ("memory.gpu_memory_utilisation", "did you mean memory.fraction?"),
-        ("policy.require.evidence", "it comes with a later version of kvhal"),
         ("policy.path", "it belongs at policy.require.path"),
         ("report.zzz", "keys here: format"),
     ],

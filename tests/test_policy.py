@@ -33,7 +33,7 @@ modes:
   - {archs: [sm_80], modes: [int4_per_token_head], support: broken, path: emulated, reason: no kernel yet}
   - {archs: [old], modes: [fp8_e4m3, fp8_e5m2, int8_per_token_head, fp8_per_token_head, int4_per_token_head], support: refused, reason: too old}
 operations:
-  - {archs: all, operations: [release_visibly, graph_memory_profiling, virtual_memory_remap, peer_copy], support: run}
+  - {archs: all, operations: [release_visibly, graph_memory_profiling, expandable_segments, virtual_memory_remap, peer_copy], support: run}
   - {archs: all, operations: [attend_opaque, alibi, tree_mask, cross_attention], support: refused, reason: not here}
 """,  # noqa: E501 - one row a line, so that a rule's line can be counted
     "fake.yaml",

@@ -20,14 +20,20 @@ if TYPE_CHECKING:
     from kvhal.check import Check
     from kvhal.contract import Release
     from kvhal.decision import Decision
+    from kvhal.drift import Drift
     from kvhal.environment import Environment
-    from kvhal.outline import Explanation, Outline
+    from kvhal.explanation import Explanation, NoRow
+    from kvhal.matrix import PlatformMatrix
+    from kvhal.outline import Outline
     from kvhal.run import ProfileRun, RunReport
 
 __all__ = [
     "REPORT_VERSION",
+    "drift_document",
     "error_document",
     "explain_document",
+    "matrix_document",
+    "no_row_document",
     "plain",
     "plan_document",
     "probe_document",
@@ -70,9 +76,25 @@ def plan_document(outline: Outline) -> dict[str, Any]:
 
 
 def explain_document(explanation: Explanation) -> dict[str, Any]:
-    """What `kvhal explain` says; `ok` is false if a mode is refused."""
+    """What `kvhal explain` says; `ok` is false if a mode is refused. cells: the row of each decision's mode."""
     said = _fields(explanation)
     return _head("explain", ok=explanation.is_accepted) | said | {"decisions": _decisions(explanation.decisions)}
+
+
+def no_row_document(found: NoRow) -> dict[str, Any]:
+    """What `kvhal explain` says of an arch without a row: no decisions, and which archs there are."""
+    said = {"platform": found.platform, "arch": found.arch, "table": found.table, "decisions": []}
+    return _head("explain", ok=False) | said | {"unknown_arch": _fields(found)}
+
+
+def matrix_document(matrices: Iterable[PlatformMatrix]) -> dict[str, Any]:
+    """What `kvhal matrix` says: every answer of every platform at the versions named, and how many of each support."""
+    return _head("matrix", ok=True) | {"platforms": [_matrix(matrix) for matrix in matrices]}
+
+
+def drift_document(drift: Drift) -> dict[str, Any]:
+    """What `kvhal matrix --check-drift` found; `ok` is false if evidence denies a claim."""
+    return _head("drift", ok=drift.is_ok) | _fields(drift)
 
 
 def probe_document(environment: Environment) -> dict[str, Any]:
@@ -126,6 +148,25 @@ def _head(kind: str, *, ok: bool) -> dict[str, Any]:
 
 def _decisions(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
     return [_fields(decision) | {"refused": decision.refused, "message": decision.message} for decision in decisions]
+
+
+def _matrix(matrix: PlatformMatrix) -> dict[str, Any]:
+    from kvhal.matrix import counts
+
+    return {
+        "platform": matrix.platform,
+        "table": matrix.table.source,
+        "archs": list(matrix.archs),
+        "versions": matrix.versions.known,
+        "sources": plain(matrix.sources),
+        "assumed": matrix.table.assume.known,
+        "counts": {
+            "modes": {support.value: n for support, n in counts(matrix.cells.values()).items()},
+            "operations": {support.value: n for support, n in counts(matrix.operations.values()).items()},
+        },
+        "cells": [plain(cell) for cell in matrix.cells.values()],
+        "operations": [plain(operation) for operation in matrix.operations.values()],
+    }
 
 
 def _check(check: Check) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -14,8 +15,23 @@ from rich.text import Text
 from kvhal.readings import Figure, Known
 from kvhal.sizes import UNITS
 
-__all__ = ["as_exact", "as_figure", "facts_grid", "human", "new_table", "step_row", "title_line"]
+if TYPE_CHECKING:
+    from kvhal.decision import Decision
 
+__all__ = [
+    "NO_MODE",
+    "as_exact",
+    "as_figure",
+    "decision_row",
+    "facts_grid",
+    "human",
+    "new_table",
+    "step_row",
+    "title_line",
+]
+
+NO_MODE = "no scaled mode: this cache holds opaque stores only"
+_STYLES = {"run": "green", "fallback": "yellow", "refuse": "red"}
 _BINARY = ("TiB", "GiB", "MiB", "KiB")
 
 
@@ -68,3 +84,10 @@ def as_figure(figure: Figure) -> str:
 
 def as_exact(nbytes: int) -> str:
     return f"{human(nbytes)} ({nbytes:,} bytes)"
+
+
+def decision_row(d: Decision) -> tuple[str, Text, str, str]:
+    """Mode, verdict, path and encoding of a decision."""
+    verdict = {"run": d.support.value, "fallback": f"falls back to {d.effective}", "refuse": "refused"}[d.action.value]
+    path = "none" if d.path is None else d.path.value
+    return d.requested, Text(verdict, style=_STYLES[d.action.value]), path, d.encoding

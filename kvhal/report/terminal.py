@@ -11,7 +11,17 @@ from rich.table import Table
 from rich.text import Text
 
 from kvhal.readings import Figure, Known
-from kvhal.report.parts import as_exact, as_figure, facts_grid, human, new_table, step_row, title_line
+from kvhal.report.parts import (
+    NO_MODE,
+    as_exact,
+    as_figure,
+    decision_row,
+    facts_grid,
+    human,
+    new_table,
+    step_row,
+    title_line,
+)
 
 if TYPE_CHECKING:
     from kvhal.budget import Budget
@@ -20,14 +30,11 @@ if TYPE_CHECKING:
     from kvhal.decision import Decision
     from kvhal.environment import Environment
     from kvhal.exercise import GroupRun
-    from kvhal.outline import Explanation, Outline
+    from kvhal.outline import Outline
     from kvhal.plan_bytes import GroupBytes, PlanBytes
     from kvhal.run import ProfileRun, RunReport
 
-__all__ = ["explain_page", "plan_page", "probe_page", "run_page"]
-
-_NO_MODE = "no scaled mode: this cache holds opaque stores only"
-_STYLES = {"run": "green", "fallback": "yellow", "refuse": "red"}
+__all__ = ["plan_page", "probe_page", "run_page"]
 
 
 def run_page(report: RunReport) -> RenderableType:
@@ -77,24 +84,6 @@ def plan_page(outline: Outline) -> RenderableType:
     )
 
 
-def explain_page(explanation: Explanation) -> RenderableType:
-    """A decision in full for one mode, a table for several."""
-    title = title_line(f"{explanation.platform}, {explanation.arch} ({explanation.chosen}; {explanation.table})")
-    if len(explanation.decisions) == 1:
-        (only,) = explanation.decisions
-        return Group(title, facts_grid(_decision_facts(only)))
-    table = new_table("mode", "verdict", "path", "encoding", "rule", "reason")
-    for d in explanation.decisions:
-        table.add_row(*_decision_row(d), _rule(d.rule, explanation), escape(d.reason))
-    parts: list[RenderableType] = [title, table if explanation.decisions else Text(_NO_MODE)]
-    if explanation.operations:
-        operations = new_table("operation", "verdict", "rule", "reason")
-        for o in explanation.operations:
-            operations.add_row(o.name, o.support.value, _rule(o.rule, explanation), escape(o.reason))
-        parts += ["", operations]
-    return Group(*parts)
-
-
 def probe_page(found: Environment) -> RenderableType:
     """Everything a bug report needs."""
     rows = [
@@ -122,34 +111,12 @@ def _layers(layers: tuple[int, ...]) -> str:
     return ", ".join(map(str, layers))
 
 
-def _rule(rule: str, explanation: Explanation) -> str:
-    """The rule, without the table's name that the title already says."""
-    return rule.replace(f"{explanation.table}:", "line ")
-
-
-def _decision_row(d: Decision) -> tuple[str, Text, str, str]:
-    verdict = {"run": d.support.value, "fallback": f"falls back to {d.effective}", "refuse": "refused"}[d.action.value]
-    path = "none" if d.path is None else d.path.value
-    return d.requested, Text(verdict, style=_STYLES[d.action.value]), path, d.encoding
-
-
-def _decision_facts(d: Decision) -> list[tuple[str, str]]:
-    mode, verdict, path, encoding = _decision_row(d)
-    facts = [("mode", mode), ("verdict", verdict.plain), ("path", path), ("encoding", encoding), ("rule", d.rule)]
-    return [
-        *facts,
-        *([("reason", d.reason)] if d.reason else []),
-        *([("instead", ", ".join(d.alternatives))] if d.alternatives else []),
-        *(("what to do", way) for way in d.ways_out),
-    ]
-
-
 def _decision_lines(decisions: tuple[Decision, ...]) -> list[str]:
     if not decisions:
-        return [_NO_MODE]
+        return [NO_MODE]
     lines = []
     for d in decisions:
-        mode, verdict, path, encoding = _decision_row(d)
+        mode, verdict, path, encoding = decision_row(d)
         lines.append(f"{mode}: {verdict.plain}, {path}, stored as {encoding} [{d.rule}]")
         lines += [f"  {d.reason}"] if d.reason else []
     return lines
