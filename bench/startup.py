@@ -34,7 +34,7 @@ def run(repeat: int) -> int:
 
 def _cpu_seconds(command: tuple[str, ...] | None) -> float:
     """User and system time of one process."""
-    what = ("-c", "pass") if command is None else ("-m", "kvhal.cli", *command)
+    what = ("-c", "pass") if command is None else ("-m", "kvhal.cli.app", *command)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, *what], check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

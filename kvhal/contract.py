@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kvhal.capability import CapabilityTable
+from kvhal.capability.table import CapabilityTable
+from kvhal.detection.probe import DeviceFacts, Probe
 from kvhal.kernels.fingerprint import REFERENCE
 from kvhal.layout import ForeignView
 from kvhal.plan import Plan
-from kvhal.probe import DeviceFacts, Probe
 from kvhal.readings import Figure, MemoryReading
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
 from kvhal import modes
-from kvhal.cells import Path, Support
+from kvhal.capability.cells import Path, Support
+from kvhal.capability.proof import UNPROVED, Proof
 from kvhal.errors import ConfigError, Problem, UnsupportedMode
-from kvhal.proof import UNPROVED, Proof
 from kvhal.spec import CacheSpec
 
 __all__ = ["Action", "Decision", "OnUnsupported", "Policy", "RequiredEvidence", "SpecDecision"]

@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvhal import policy as policies
-from kvhal import registry
-from kvhal.capability import CapabilityTable
+from kvhal.capability.table import CapabilityTable
+from kvhal.capability.tables import proved
+from kvhal.capability.versions import Versions
 from kvhal.contract import Adopted, Platform
 from kvhal.decision import Policy, SpecDecision
+from kvhal.detection import registry
+from kvhal.detection.host import HostFacts
+from kvhal.detection.installed import installed_versions
+from kvhal.detection.probe import DeviceFacts
 from kvhal.errors import PlatformError
-from kvhal.host import HostFacts
-from kvhal.installed import installed_versions
 from kvhal.layout import Order
 from kvhal.lease import CacheLease
 from kvhal.page import LayoutKind
 from kvhal.plan import Addressing, OnLeak, Plan, make_plan
-from kvhal.probe import DeviceFacts
 from kvhal.profile import Profiling
 from kvhal.readings import MemoryReading
 from kvhal.spec import CacheSpec
-from kvhal.tables import proved
-from kvhal.versions import Versions
 
 __all__ = ["Hal", "detect", "get"]
 

@@ -19,12 +19,12 @@ import torch
 
 from kvhal import movement
 from kvhal.contract import Release
+from kvhal.detection.probe import DeviceFacts
 from kvhal.errors import CacheError, CaptureActive, ForkedLease, LeakedView, SpecMismatch, StaleView
 from kvhal.kernels.geometry import LayerGeometry, PageGeometry
 from kvhal.layer import LayerCache
 from kvhal.layout import COUNTERS, GroupLayout
 from kvhal.plan import Addressing, OnLeak, Plan, StepShape
-from kvhal.probe import DeviceFacts
 from kvhal.region import Region, RegionRelease
 from kvhal.step import Step, check_buffers
 from kvhal.view import CacheView

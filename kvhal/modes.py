@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvhal.errors import ConfigError
-from kvhal.spelling import nearest
+from kvhal.source.spelling import nearest
 
 __all__ = ["ENCODINGS", "MODES", "MODE_NAMES", "Encoding", "Mode", "Scaling", "encoding", "mode"]
 

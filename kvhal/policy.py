@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvhal import modes
-from kvhal.capability import CapabilityTable
-from kvhal.cells import Cell, Path, Shapes, Support
+from kvhal.capability.cells import Cell, Path, Shapes, Support
+from kvhal.capability.proof import Level, Status, verify_command
+from kvhal.capability.table import CapabilityTable
+from kvhal.capability.versions import UnknownVersion, Versions
 from kvhal.decision import Action, Decision, OnUnsupported, Policy, RequiredEvidence, SpecDecision
 from kvhal.errors import ConfigError
 from kvhal.modes import MODES, Scaling
-from kvhal.proof import Level, Status, verify_command
 from kvhal.spec import CacheGroup, CacheSpec, ScaledStore, Store
-from kvhal.versions import UnknownVersion, Versions
 
 __all__ = [
     "Action",

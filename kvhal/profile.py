@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvhal.contract import Release
+from kvhal.detection.probe import DeviceFacts
 from kvhal.errors import LeakedView
 from kvhal.plan import Plan
-from kvhal.probe import DeviceFacts
 from kvhal.readings import Figure, Known, MemoryReading, Unknown
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from typing import ClassVar
 
 import torch
 
-from kvhal.child_probe import AskChild, ChildAnswer, ask_child
 from kvhal.contract import Confirmation
 from kvhal.cuda_runtime import CudaRuntime, OpenDevice, TorchRuntime
+from kvhal.detection.child_probe import AskChild, ChildAnswer, ask_child
+from kvhal.detection.host import HostFacts
+from kvhal.detection.probe import DeviceFacts
 from kvhal.errors import DeviceError
-from kvhal.host import HostFacts
-from kvhal.probe import DeviceFacts
 from kvhal.readings import Figure, Known, MemoryReading, Unknown
 from kvhal.torch_errors import mapped
 from kvhal.torch_platform import RELEASED_SHARE, TorchPlatform

@@ -10,13 +10,13 @@ from typing import TypeVar, final
 
 import torch
 
-from kvhal.capability import CapabilityTable
+from kvhal.capability.table import CapabilityTable
 from kvhal.contract import CONTRACT_VERSION, Adopted, Confirmation, KernelSet, Release
+from kvhal.detection.probe import DeviceFacts, Probe
 from kvhal.errors import CacheError, CaptureActive, DeviceError
 from kvhal.kernels.workspace import attend_workspace_bytes
 from kvhal.lease import CacheLease
 from kvhal.plan import Plan
-from kvhal.probe import DeviceFacts, Probe
 from kvhal.profile import MemoryProfile, Profiling
 from kvhal.readings import Known, MemoryReading, Unknown
 from kvhal.region import Region, RegionRelease

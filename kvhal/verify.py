@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvhal import modes
+from kvhal.capability.evidence import EvidenceFile, read_file, site_folder, write_file
+from kvhal.detection.probe import DeviceFacts
 from kvhal.errors import ConfigError, DeviceError
-from kvhal.evidence import EvidenceFile, read_file, site_folder, write_file
 from kvhal.hal import detect
-from kvhal.probe import DeviceFacts
 
 __all__ = ["Verification", "verify"]
 

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from kvhal.child_probe import ChildAnswer
 from kvhal.cuda_runtime import OpenDevice
-from kvhal.host import HostFacts, Present
+from kvhal.detection.child_probe import ChildAnswer
+from kvhal.detection.host import HostFacts, Present
 from kvhal.torch_cuda import Clock, Seams
 
 GIB = 2**30

@@ -6,7 +6,7 @@ from pathlib import Path as FilePath
 
 import pytest
 
-from kvhal.capability import OPERATIONS, CapabilityTable, Limits, Path, Shapes, Support, arch_token
+from kvhal.capability.table import OPERATIONS, CapabilityTable, Limits, Path, Shapes, Support, arch_token
 from kvhal.errors import ConfigError, UnsupportedMode
 from kvhal.modes import MODES
 from kvhal.spec import CacheSpec

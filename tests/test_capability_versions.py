@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvhal.capability import CapabilityTable, Support, UnknownVersion, Versions
+from kvhal.capability.table import CapabilityTable, Support, UnknownVersion, Versions
 from kvhal.errors import ConfigError, UnsupportedMode
 from kvhal.policy import Action, OnUnsupported, Policy, decide, decide_spec
 from kvhal.spec import CacheSpec

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from kvhal.child_probe import ChildAnswer, ChildDevice, ask_child
+from kvhal.detection.child_probe import ChildAnswer, ChildDevice, ask_child
 from kvhal.errors import DeviceError
 
 MI300X = {
@@ -69,7 +69,7 @@ def test_a_child_that_hangs_is_ended() -> None:
 
 
 def test_an_interpreter_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvhal.child_probe.sys.executable", "/nonexistent/python")
+    monkeypatch.setattr("kvhal.detection.child_probe.sys.executable", "/nonexistent/python")
     with pytest.raises(DeviceError, match="cannot be started"):
         ask_child()
 

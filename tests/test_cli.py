@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvhal import __version__, check
-from kvhal import run as runs
-from kvhal.cli import main
-from kvhal.tables import capability_table
+from kvhal import __version__
+from kvhal.capability.tables import capability_table
+from kvhal.cli.app import main
+from kvhal.run import check
+from kvhal.run import flow as runs
 
 ROOT = Path(__file__).parents[1]
 DEMO = str(ROOT / "configs/cpu-demo.yaml")
@@ -49,7 +50,7 @@ def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 def kvhal(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "kvhal.cli", *args],
+        [sys.executable, "-m", "kvhal.cli.app", *args],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"} | env,
         capture_output=True,
@@ -357,7 +358,7 @@ def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "kvhal.cli", "explain", "--json"]
+    command = [sys.executable, "-m", "kvhal.cli.app", "explain", "--json"]
     done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvhal.evidence import read_file
+from kvhal.capability.evidence import read_file
 from kvhal.modes import MODES
 from kvhal.spec import ScaledStore
 from kvhal.testing import right, suite

@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kvhal import cli_config
-from kvhal.config import Deployment, load
+from kvhal.cli import config as cli_config
+from kvhal.config.deployment import Deployment, load
+from kvhal.config.schema import json_schema
 from kvhal.errors import ConfigError, Problem
-from kvhal.schema import json_schema
-from kvhal.sizes import parse_size
+from kvhal.source.sizes import parse_size
 from kvhal.spec import CacheSpec, OpaqueStore, ScaledStore, StaticScales
 
 ROOT = Path(__file__).parent.parent
@@ -689,8 +689,8 @@ def test_check_and_resolve(write: Write) -> None:
 
 def test_checking_a_file_needs_no_torch() -> None:
     code = (
-        "import sys; from kvhal.config import load; load('configs/h200.yaml', env={});"
-        "import kvhal.cli_config; print([m for m in ('torch', 'numpy', 'rich') if m in sys.modules])"
+        "import sys; from kvhal.config.deployment import load; load('configs/h200.yaml', env={});"
+        "import kvhal.cli.config; print([m for m in ('torch', 'numpy', 'rich') if m in sys.modules])"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)

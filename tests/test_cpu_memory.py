@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvhal.host import HostFacts
+from kvhal.detection.host import HostFacts
 from kvhal.readings import Known, MemoryReading, Unknown
 from kvhal_cpu.cgroup import limits
 from kvhal_cpu.cpu_probe import machine_arch, probe_cpu

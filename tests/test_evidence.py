@@ -14,9 +14,7 @@ import pytest
 
 import kvhal
 from kvhal import ConfigError, Policy, UnsupportedMode
-from kvhal.capability import CapabilityTable, Cell, Support
-from kvhal.decision import Action, Decision, RequiredEvidence
-from kvhal.evidence import (
+from kvhal.capability.evidence import (
     CellResult,
     Evidence,
     EvidenceFile,
@@ -27,14 +25,16 @@ from kvhal.evidence import (
     site_folder,
     write_file,
 )
+from kvhal.capability.proof import UNPROVED, Key, Level, Origin, Proof, Status
+from kvhal.capability.table import CapabilityTable, Cell, Support
+from kvhal.capability.tables import capability_table, current_keys, evidence_for, proved
+from kvhal.capability.versions import Versions
+from kvhal.decision import Action, Decision, RequiredEvidence
 from kvhal.hal import Hal
 from kvhal.kernels.fingerprint import REFERENCE, fingerprint
 from kvhal.modes import MODES
 from kvhal.policy import decide
-from kvhal.proof import UNPROVED, Key, Level, Origin, Proof, Status
 from kvhal.spec import CacheSpec
-from kvhal.tables import capability_table, current_keys, evidence_for, proved
-from kvhal.versions import Versions
 
 DAY = datetime(2026, 8, 1, 12, tzinfo=UTC)
 KEY = Key("chip", "aaaa", "row 1", "3.6")
@@ -510,7 +510,7 @@ def test_a_triton_kernels_key_has_its_minor_version(tmp_path: Path, monkeypatch:
 
 
 def test_every_claim_of_every_shipped_table_says_what_would_settle_it() -> None:
-    for platform in kvhal.registry.names():
+    for platform in kvhal.detection.registry.names():
         for (mode, arch), cell in proved(capability_table(platform)).cells.items():
             if cell.support is Support.EXPERIMENTAL and cell.proof.status is not Status.CURRENT and cell.proof.settle:
                 assert f"`kvhal verify --mode {mode}` on a device of arch {arch}" in cell.reason

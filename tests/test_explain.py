@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from kvhal import installed
-from kvhal.capability import CapabilityTable
-from kvhal.cells import Path as Way
-from kvhal.cells import Shapes
-from kvhal.cli import main
+from kvhal.answers.matrix import known_here, platforms
+from kvhal.capability.cells import Path as Way
+from kvhal.capability.cells import Shapes
+from kvhal.capability.table import CapabilityTable
+from kvhal.capability.versions import Versions
+from kvhal.cli.app import main
 from kvhal.decision import Action, Policy
+from kvhal.detection import installed
+from kvhal.detection.host import HostFacts
+from kvhal.detection.installed import TorchBuild, installed_versions, versions_for
 from kvhal.hal import Hal
-from kvhal.host import HostFacts
-from kvhal.installed import TorchBuild, installed_versions, versions_for
-from kvhal.matrix import known_here, platforms
 from kvhal.modes import MODES
 from kvhal.policy import decide, decide_spec
 from kvhal.spec import CacheSpec
-from kvhal.versions import Versions
 
 FP8 = "fp8_per_token_head"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvhal.config.geometry import Geometry, LayerGroup
+from kvhal.config.hf_config import from_hf, geometry_of
 from kvhal.errors import ConfigError
-from kvhal.geometry import Geometry, LayerGroup
-from kvhal.hf_config import from_hf, geometry_of
 from kvhal.spec import CacheSpec, OpaqueStore
 
 MODELS = Path(__file__).parent.parent / "configs" / "models"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvhal.detection.host import WITNESSES, Absent, Failed, HostFacts, Present, Witness
 from kvhal.errors import PlatformError
-from kvhal.host import WITNESSES, Absent, Failed, HostFacts, Present, Witness
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_a_torch_that_does_not_import_is_named(packages: Path, monkeypatch: pyte
     def broken(name: str) -> object:
         raise KeyError("libamd_smi.so")
 
-    monkeypatch.setattr("kvhal.host.importlib.import_module", broken)
+    monkeypatch.setattr("kvhal.detection.host.importlib.import_module", broken)
     with pytest.raises(PlatformError, match=r"cannot be imported: KeyError: 'libamd_smi.so'") as caught:
         HostFacts.read({}, packages)
     assert isinstance(caught.value.__cause__, KeyError)
@@ -151,7 +151,7 @@ def test_a_torch_that_does_not_import_is_named(packages: Path, monkeypatch: pyte
 
 def test_reading_a_host_does_not_start_a_runtime_in_a_fresh_process() -> None:
     script = textwrap.dedent("""
-        from kvhal.host import HostFacts
+        from kvhal.detection.host import HostFacts
         HostFacts.read()
         import torch
         assert not torch.cuda.is_initialized()

@@ -47,7 +47,7 @@ def loaded(body: str) -> tuple[int, str]:
     ids=" ".join,
 )
 def test_the_command_needs_no_torch(args: list[str]) -> None:
-    assert loaded(f"from kvhal.cli import main; code = main({args!r})") == (0, "[]")
+    assert loaded(f"from kvhal.cli.app import main; code = main({args!r})") == (0, "[]")
 
 
 def test_importing_kvhal_needs_no_torch() -> None:

@@ -493,7 +493,9 @@ def test_a_large_release_is_confirmed_by_the_resident_set(hal: Hal) -> None:
 class LyingPlatform(CpuPlatform):
     """PUB-20: the storage dies but the device's reading does not move."""
 
-    def confirm_released(self, before: MemoryReading, expected: int, device: kvhal.probe.DeviceFacts) -> Confirmation:
+    def confirm_released(
+        self, before: MemoryReading, expected: int, device: kvhal.detection.probe.DeviceFacts
+    ) -> Confirmation:
         return Confirmation(Known(4096, "free memory of the device"), "device", 0.0)
 
 

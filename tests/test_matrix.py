@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from kvhal.ci_jobs import jobs
-from kvhal.cli import main
-from kvhal.drift import check_drift
+from kvhal.answers.ci_jobs import jobs
+from kvhal.answers.drift import check_drift
+from kvhal.answers.matrix import PlatformMatrix, counts, declared, known_here, platforms, reasons
+from kvhal.answers.runners import Container, Runner, Runners
+from kvhal.capability.evidence import EvidenceFile, read_file, write_file
+from kvhal.capability.proof import Level
+from kvhal.capability.tables import capability_table
+from kvhal.cli.app import main
 from kvhal.errors import ConfigError
-from kvhal.evidence import EvidenceFile, read_file, write_file
-from kvhal.matrix import PlatformMatrix, counts, declared, known_here, platforms, reasons
 from kvhal.modes import MODES
-from kvhal.proof import Level
 from kvhal.report.matrix_markdown import matrix_markdown
 from kvhal.report.matrix_marks import mark
-from kvhal.runners import Container, Runner, Runners
-from kvhal.tables import capability_table
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("cpu", "cuda", "rocm")
@@ -125,7 +125,7 @@ def test_the_capabilities_document_is_what_the_tables_say_now() -> None:
 def test_the_document_depends_on_nothing_of_this_machine(
     no_evidence_of_the_users: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kvhal import installed
+    from kvhal.detection import installed
 
     assert main(["matrix", "--platform", "cpu", "--markdown"]) == 0
     before = capsys.readouterr().out
@@ -272,7 +272,7 @@ def evidence(tmp_path: Path) -> Callable[..., Path]:
     """Write the CPU's shipped evidence, for the kernels of now and changed as asked, into a folder of its own."""
 
     def made(change: Callable[[EvidenceFile], EvidenceFile] = lambda file: file) -> Path:
-        from kvhal.tables import current_keys
+        from kvhal.capability.tables import current_keys
 
         key = current_keys(capability_table("cpu"))
         shipped = read_file(SHIPPED)
@@ -324,7 +324,7 @@ def test_an_encoding_that_was_not_tested_is_drift(evidence: Callable[..., Path])
 
 def test_what_works_and_is_not_claimed_is_drift(evidence: Callable[..., Path]) -> None:
     def on_sm_90(file: EvidenceFile) -> EvidenceFile:
-        from kvhal.tables import current_keys
+        from kvhal.capability.tables import current_keys
 
         at = replace(file.versions, torch="2.14.1", triton="3.8.0", cuda="13.2")
         key = current_keys(capability_table("cuda"), at.conditions)

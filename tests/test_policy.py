@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvhal.capability import CapabilityTable, Path, Shapes, Support
+from kvhal.capability.table import CapabilityTable, Path, Shapes, Support
 from kvhal.errors import ConfigError, UnsupportedMode
 from kvhal.modes import MODES, Scaling
 from kvhal.policy import Action, Decision, OnUnsupported, Policy, decide, decide_spec

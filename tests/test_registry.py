@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvhal import registry
 from kvhal.contract import CONTRACT_VERSION
+from kvhal.detection import registry
+from kvhal.detection.host import Absent, Failed, HostFacts, Present, Witness
+from kvhal.detection.probe import DeviceFacts, Probe
+from kvhal.detection.registry import Choice, Probing, Registry, choose, requested_platform
 from kvhal.errors import DeviceError, PlatformError
-from kvhal.host import Absent, Failed, HostFacts, Present, Witness
-from kvhal.probe import DeviceFacts, Probe
 from kvhal.readings import Known
-from kvhal.registry import Choice, Probing, Registry, choose, requested_platform
 
 # torch leaves the type of this function out.
 context_is_open: Callable[[], bool] = torch.cuda.is_initialized
@@ -336,7 +336,7 @@ def process_registry(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sh
 def test_the_process_keeps_one_adapter_and_imports_it_when_probed(process_registry: Shop) -> None:
     body = """
     def probe(self):
-        from kvhal.probe import Probe
+        from kvhal.detection.probe import Probe
         return Probe("stub", (), absent="a stub")
 """
     process_registry.install("good", adapter() + body)

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from kvhal.config import load
+from kvhal.answers.outline import plan_options
+from kvhal.answers.plan_bytes import PlanBytes, plan_bytes
+from kvhal.capability.tables import capability_table
+from kvhal.config.deployment import load
 from kvhal.contract import Confirmation, Holder, Release
 from kvhal.errors import ConfigError, Problem
 from kvhal.kernels.workspace import attend_workspace_bytes
-from kvhal.outline import plan_options
 from kvhal.plan import make_plan
-from kvhal.plan_bytes import PlanBytes, plan_bytes
 from kvhal.policy import decide_spec
 from kvhal.readings import Known, Unknown
 from kvhal.report import document
 from kvhal.report.parts import human
-from kvhal.tables import capability_table
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

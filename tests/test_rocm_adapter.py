@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvhal import registry
-from kvhal.child_probe import ChildAnswer, ChildDevice
 from kvhal.cuda_runtime import OpenDevice
+from kvhal.detection import registry
+from kvhal.detection.child_probe import ChildAnswer, ChildDevice
+from kvhal.detection.host import Absent, Failed, HostFacts, Present
+from kvhal.detection.probe import DeviceFacts, Probe
 from kvhal.errors import DeviceError, PlatformError
 from kvhal.hal import Hal
-from kvhal.host import Absent, Failed, HostFacts, Present
 from kvhal.plan import Plan
-from kvhal.probe import DeviceFacts, Probe
 from kvhal.readings import Known, MemoryReading, Unknown
 from kvhal.spec import CacheSpec
 from kvhal_rocm import RocmPlatform

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvhal import exercise as exercises
-from kvhal import oracle
-from kvhal import run as runs
-from kvhal.check import Check
-from kvhal.config import Deployment, load
+from kvhal.answers.outline import plan_options, policy_of, spec_on
+from kvhal.config.deployment import Deployment, load
 from kvhal.errors import BudgetError, LeakedView, PlatformError, UnsupportedMode
 from kvhal.kernels import attention, reference
 from kvhal.lease import CacheLease, live_leases
-from kvhal.outline import plan_options, policy_of, spec_on
 from kvhal.readings import Known
-from kvhal.run import RunReport, run
+from kvhal.run import exercise as exercises
+from kvhal.run import flow as runs
+from kvhal.run import oracle
+from kvhal.run.check import Check
+from kvhal.run.flow import RunReport, run
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 DEMO = CONFIGS / "cpu-demo.yaml"
@@ -302,9 +302,9 @@ def test_the_deployment_reaches_policy_plan_and_spec() -> None:
 
 
 def test_an_open_encoding_is_the_platforms_own(tmp_path: Path) -> None:
-    from kvhal.capability import CapabilityTable
+    from kvhal.capability.table import CapabilityTable
 
-    text = (Path(runs.__file__).parents[1] / "platforms/kvhal_cpu/capabilities.yaml").read_text(encoding="utf-8")
+    text = (CONFIGS.parent / "platforms/kvhal_cpu/capabilities.yaml").read_text(encoding="utf-8")
     table = CapabilityTable.from_text(text.replace("encoding: e4m3fn\n", "encoding: e4m3fnuz\n"), "changed.yaml")
     left_open = demo("cache.mode=fp8_per_token_head")
     stores = spec_on(left_open, table, "x86_64").groups[0].stores

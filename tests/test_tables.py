@@ -7,12 +7,12 @@ from pathlib import Path as FilePath
 
 import pytest
 
-from kvhal.capability import OPERATIONS, CapabilityTable, Cell, Operation, Path, Support, Versions
+from kvhal.capability.table import OPERATIONS, CapabilityTable, Cell, Operation, Path, Support, Versions
+from kvhal.capability.versions import Conditions, samples
 from kvhal.errors import UnsupportedMode
 from kvhal.modes import MODES
 from kvhal.policy import Action, Policy, decide, decide_spec
 from kvhal.spec import CacheSpec
-from kvhal.versions import Conditions, samples
 
 FOLDER = FilePath(__file__).parent.parent / "platforms"
 TABLES = {

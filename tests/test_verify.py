@@ -15,15 +15,15 @@ from typer.testing import CliRunner
 
 import kvhal
 from kvhal import ConfigError, DeviceError, PlatformError
-from kvhal.cells import Support
-from kvhal.cli_output import Session
-from kvhal.cli_verify import verify as command
-from kvhal.evidence import read_file, write_file
+from kvhal.capability.cells import Support
+from kvhal.capability.evidence import read_file, write_file
+from kvhal.capability.proof import Level, Origin, Status
+from kvhal.capability.tables import capability_table, proved
+from kvhal.cli.output import Session
+from kvhal.cli.verify import verify as command
 from kvhal.hal import Hal
 from kvhal.modes import MODES
-from kvhal.proof import Level, Origin, Status
 from kvhal.report.verification import verify_document, verify_lines
-from kvhal.tables import capability_table, proved
 from kvhal.testing import child
 from kvhal.testing.child import Done
 from kvhal.verify import Verification, verify

@@ -7,8 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 
+from kvhal.capability.versions import (
+    ALWAYS,
+    Conditions,
+    Versions,
+    at_text,
+    faults,
+    meet,
+    release,
+    samples,
+    specifier_problem,
+)
 from kvhal.errors import ConfigError
-from kvhal.versions import ALWAYS, Conditions, Versions, at_text, faults, meet, release, samples, specifier_problem
 
 
 def on(**texts: str) -> Conditions:

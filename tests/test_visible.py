@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvhal.detection.visible import PhysicalDevice, Slice, describe, visible_cuda, visible_hip
 from kvhal.errors import PlatformError
 from kvhal.readings import Known
-from kvhal.visible import PhysicalDevice, Slice, describe, visible_cuda, visible_hip
 
 GIB = 2**30
 UUIDS = ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-8932aaaa-0000-1111-2222-333344445555")

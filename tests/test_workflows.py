@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from kvhal.ci_jobs import jobs
-from kvhal.cli import main
-from kvhal.config import load
+from kvhal.answers.ci_jobs import jobs
+from kvhal.answers.outline import policy_of
+from kvhal.answers.runners import Runners
+from kvhal.cli.app import main
+from kvhal.config.deployment import load
 from kvhal.decision import OnUnsupported, Policy, RequiredEvidence
-from kvhal.outline import policy_of
-from kvhal.runners import Runners
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -105,7 +105,7 @@ def planned(tmp_path: Path, runners: str) -> tuple[str, Path]:
     output = tmp_path / "output"
     # The command of this environment, wherever it is installed.
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/kvhal").write_text(f'#!/bin/sh\nexec {sys.executable} -m kvhal.cli "$@"\n', encoding="utf-8")
+    (tmp_path / "bin/kvhal").write_text(f'#!/bin/sh\nexec {sys.executable} -m kvhal.cli.app "$@"\n', encoding="utf-8")
     (tmp_path / "bin/kvhal").chmod(0o755)
     env = os.environ | {
         "GITHUB_OUTPUT": str(output),

@@ -11,10 +11,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvhal import yaml_source
 from kvhal.errors import ConfigError, Problem
-from kvhal.textfile import MAX_BYTES
-from kvhal.yaml_source import parse, parse_value, read
+from kvhal.source import yaml_source
+from kvhal.source.textfile import MAX_BYTES
+from kvhal.source.yaml_source import parse, parse_value, read
 
 
 @pytest.fixture(params=["libyaml", "python"])

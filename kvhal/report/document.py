@@ -17,15 +17,15 @@ from kvhal.errors import ConfigError
 from kvhal.readings import Known, Unknown
 
 if TYPE_CHECKING:
-    from kvhal.check import Check
+    from kvhal.answers.drift import Drift
+    from kvhal.answers.environment import Environment
+    from kvhal.answers.explanation import Explanation, NoRow
+    from kvhal.answers.matrix import PlatformMatrix
+    from kvhal.answers.outline import Outline
     from kvhal.contract import Release
     from kvhal.decision import Decision
-    from kvhal.drift import Drift
-    from kvhal.environment import Environment
-    from kvhal.explanation import Explanation, NoRow
-    from kvhal.matrix import PlatformMatrix
-    from kvhal.outline import Outline
-    from kvhal.run import ProfileRun, RunReport
+    from kvhal.run.check import Check
+    from kvhal.run.flow import ProfileRun, RunReport
 
 __all__ = [
     "REPORT_VERSION",
@@ -151,7 +151,7 @@ def _decisions(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
 
 
 def _matrix(matrix: PlatformMatrix) -> dict[str, Any]:
-    from kvhal.matrix import counts
+    from kvhal.answers.matrix import counts
 
     return {
         "platform": matrix.platform,

@@ -10,7 +10,7 @@ from rich.text import Text
 from kvhal.report.parts import title_line
 
 if TYPE_CHECKING:
-    from kvhal.drift import Drift, Finding
+    from kvhal.answers.drift import Drift, Finding
 
 __all__ = ["drift_page"]
 

@@ -9,15 +9,15 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from kvhal.cells import Cell, Limits, Path, Support
+from kvhal.capability.cells import Cell, Limits, Path, Support
 from kvhal.decision import Action
 from kvhal.modes import MODES, Scaling
 from kvhal.policy import sources
 from kvhal.report.parts import NO_MODE, decision_row, facts_grid, new_table, title_line
 
 if TYPE_CHECKING:
+    from kvhal.answers.explanation import Explanation, NoRow
     from kvhal.decision import Decision
-    from kvhal.explanation import Explanation, NoRow
 
 __all__ = ["explain_page", "no_row_page"]
 

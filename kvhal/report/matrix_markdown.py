@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
-from kvhal.cells import OPERATIONS, Cell
-from kvhal.matrix import Answer, PlatformMatrix, Reason, counts, reasons
+from kvhal.answers.matrix import Answer, PlatformMatrix, Reason, counts, reasons
+from kvhal.capability.cells import OPERATIONS, Cell
+from kvhal.capability.proof import Status
 from kvhal.modes import MODES
-from kvhal.proof import Status
 from kvhal.report.matrix_marks import SUPPORT, legend, mark
 
 __all__ = ["matrix_markdown"]

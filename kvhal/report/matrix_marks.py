@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvhal.cells import Cell, Path, Support
-from kvhal.matrix import Answer
+from kvhal.answers.matrix import Answer
+from kvhal.capability.cells import Cell, Path, Support
+from kvhal.capability.proof import Status
 from kvhal.modes import MODES
-from kvhal.proof import Status
 
 __all__ = ["SUPPORT", "legend", "mark", "path_letter"]
 

@@ -9,8 +9,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvhal.cells import OPERATIONS, Support
-from kvhal.matrix import Answer, PlatformMatrix, counts
+from kvhal.answers.matrix import Answer, PlatformMatrix, counts
+from kvhal.capability.cells import OPERATIONS, Support
 from kvhal.modes import MODES
 from kvhal.report.matrix_marks import legend, mark
 from kvhal.report.parts import title_line

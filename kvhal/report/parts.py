@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvhal.readings import Figure, Known
-from kvhal.sizes import UNITS
+from kvhal.source.sizes import UNITS
 
 if TYPE_CHECKING:
     from kvhal.decision import Decision

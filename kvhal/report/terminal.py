@@ -24,15 +24,15 @@ from kvhal.report.parts import (
 )
 
 if TYPE_CHECKING:
+    from kvhal.answers.environment import Environment
+    from kvhal.answers.outline import Outline
+    from kvhal.answers.plan_bytes import GroupBytes, PlanBytes
     from kvhal.budget import Budget
-    from kvhal.check import Check
     from kvhal.contract import Release
     from kvhal.decision import Decision
-    from kvhal.environment import Environment
-    from kvhal.exercise import GroupRun
-    from kvhal.outline import Outline
-    from kvhal.plan_bytes import GroupBytes, PlanBytes
-    from kvhal.run import ProfileRun, RunReport
+    from kvhal.run.check import Check
+    from kvhal.run.exercise import GroupRun
+    from kvhal.run.flow import ProfileRun, RunReport
 
 __all__ = ["plan_page", "probe_page", "run_page"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvhal.evidence import SCHEMA
+from kvhal.capability.evidence import SCHEMA
 from kvhal.report.document import REPORT_VERSION, plain
 
 if TYPE_CHECKING:
-    from kvhal.evidence import CellResult
+    from kvhal.capability.evidence import CellResult
     from kvhal.verify import Verification
 
 __all__ = ["verify_document", "verify_lines"]

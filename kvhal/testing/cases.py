@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvhal.capability import CapabilityTable
-from kvhal.cells import Cell, Limits
+from kvhal.capability.cells import Cell, Limits
+from kvhal.capability.table import CapabilityTable
+from kvhal.capability.versions import Versions
 from kvhal.decision import Policy, SpecDecision
+from kvhal.detection.installed import versions_for
 from kvhal.hal import Hal
-from kvhal.installed import versions_for
 from kvhal.layout import Order
 from kvhal.lease import CacheLease
 from kvhal.modes import MODES, Scaling
 from kvhal.page import LayoutKind
 from kvhal.plan import Plan
 from kvhal.spec import CacheSpec
-from kvhal.versions import Versions
 
 __all__ = ["OPT_IN", "SHAPES", "Case", "Claim", "Shape", "Subject", "bytes_of", "rows_of"]
 

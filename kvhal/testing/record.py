@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import kvhal
-from kvhal import registry
-from kvhal.evidence import CellResult, EvidenceFile, EvidenceVersions, write_file
-from kvhal.host import HostFacts
-from kvhal.installed import installed_versions
-from kvhal.proof import Level
-from kvhal.tables import current_keys
+from kvhal.capability.evidence import CellResult, EvidenceFile, EvidenceVersions, write_file
+from kvhal.capability.proof import Level
+from kvhal.capability.tables import current_keys
+from kvhal.detection import registry
+from kvhal.detection.host import HostFacts
+from kvhal.detection.installed import installed_versions
 from kvhal.testing.cases import Subject
 
 __all__ = ["MEASURE", "MODE", "Recorder"]

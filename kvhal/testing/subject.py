@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import kvhal
-from kvhal import registry
+from kvhal.detection import registry
 from kvhal.errors import KvhalError
 from kvhal.testing.cases import Subject
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from kvhal.capability import CapabilityTable
+from kvhal.capability.table import CapabilityTable
 from kvhal.contract import Confirmation
+from kvhal.detection.host import HostFacts
+from kvhal.detection.probe import DeviceFacts, Probe
 from kvhal.errors import DeviceError
-from kvhal.host import HostFacts
-from kvhal.probe import DeviceFacts, Probe
 from kvhal.readings import Known, MemoryReading, Unknown
 from kvhal.torch_platform import TorchPlatform
 from kvhal_cpu.cpu_probe import probe_cpu

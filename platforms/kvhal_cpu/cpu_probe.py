@@ -5,8 +5,8 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from kvhal.host import HostFacts
-from kvhal.probe import DeviceFacts, Probe
+from kvhal.detection.host import HostFacts
+from kvhal.detection.probe import DeviceFacts, Probe
 from kvhal_cpu.host_memory import HostMemory
 
 __all__ = ["machine_arch", "probe_cpu"]

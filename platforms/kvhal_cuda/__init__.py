@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from kvhal.capability import CapabilityTable
+from kvhal.capability.table import CapabilityTable
 from kvhal.cuda_runtime import OpenDevice
-from kvhal.probe import DeviceFacts, Probe
+from kvhal.detection.probe import DeviceFacts, Probe
 from kvhal.torch_cuda import DriverReading, Seams, TorchCudaPlatform
 from kvhal_cuda.cuda_probe import child_uuid, probe_cuda
 from kvhal_cuda.nvml import LoadNvml, load_pynvml, read_memory

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvhal.child_probe import ChildAnswer, ChildDevice
-from kvhal.host import Absent, HostFacts
-from kvhal.probe import DeviceFacts, Probe
+from kvhal.detection.child_probe import ChildAnswer, ChildDevice
+from kvhal.detection.host import Absent, HostFacts
+from kvhal.detection.probe import DeviceFacts, Probe
+from kvhal.detection.visible import VisibleDevice, describe, visible_cuda
 from kvhal.readings import Known
-from kvhal.visible import VisibleDevice, describe, visible_cuda
 from kvhal_cuda.nvml import LoadNvml, NvmlAbsent, NvmlDevice, list_devices
 
 __all__ = ["child_uuid", "probe_cuda"]

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from kvhal.detection.probe import DeviceFacts
+from kvhal.detection.visible import PhysicalDevice, Slice
 from kvhal.errors import DeviceError
-from kvhal.probe import DeviceFacts
 from kvhal.readings import Figure, Known, Unknown
 from kvhal.torch_cuda import DriverReading
-from kvhal.visible import PhysicalDevice, Slice
 
 __all__ = ["LoadNvml", "NvmlAbsent", "NvmlDevice", "list_devices", "load_pynvml", "read_memory"]
 

@@ -7,10 +7,10 @@ import os
 from functools import cache
 from pathlib import Path
 
-from kvhal.capability import CapabilityTable, arch_token
+from kvhal.capability.table import CapabilityTable, arch_token
 from kvhal.cuda_runtime import OpenDevice
+from kvhal.detection.probe import DeviceFacts, Probe
 from kvhal.lease import CacheLease
-from kvhal.probe import DeviceFacts, Probe
 from kvhal.readings import Figure, Known, Unknown
 from kvhal.torch_cuda import DriverReading, TorchCudaPlatform
 from kvhal_rocm.kfd import read_memory, read_topology

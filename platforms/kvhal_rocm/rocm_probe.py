@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from kvhal.capability import arch_token
-from kvhal.child_probe import ChildAnswer
-from kvhal.host import Absent, Failed, HostFacts, Present
-from kvhal.probe import DeviceFacts, Probe
+from kvhal.capability.table import arch_token
+from kvhal.detection.child_probe import ChildAnswer
+from kvhal.detection.host import Absent, Failed, HostFacts, Present
+from kvhal.detection.probe import DeviceFacts, Probe
+from kvhal.detection.visible import PhysicalDevice, describe, visible_hip
 from kvhal.readings import Known
-from kvhal.visible import PhysicalDevice, describe, visible_hip
 from kvhal_rocm.kfd import GpuNode, Topology, read_topology
 
 __all__ = ["MASQUERADE", "is_masquerade", "masquerade_arch", "probe_rocm", "visible_nodes"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvhal.lease import CacheLease
-from kvhal.oracle import read_rows, relative_l2
+from kvhal.run.oracle import read_rows, relative_l2
 from kvhal.testing import right
 from kvhal.testing.cases import Case
 from kvhal.testing.plugin import Measure

@@ -5,7 +5,7 @@ Each attempt runs in a process of its own, since what is broken may take the pro
 
 from __future__ import annotations
 
-from kvhal.cells import Cell
+from kvhal.capability.cells import Cell
 from kvhal.testing.cases import Claim
 from kvhal.testing.plugin import Attempt
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvhal import modes
-from kvhal.cells import OPERATIONS, Cell, Operation
+from kvhal.capability.cells import OPERATIONS, Cell, Operation
 from kvhal.contract import CONTRACT_VERSION, KernelSet, Platform
 from kvhal.kernels.fingerprint import REFERENCE, fingerprint
 from kvhal.kernels.geometry import LayerGeometry

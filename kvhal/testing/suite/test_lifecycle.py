@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from kvhal.cells import Support
+from kvhal.capability.cells import Support
 from kvhal.errors import CacheError, CaptureActive, DeviceError, LeakedView, StaleView
 from kvhal.lease import CacheLease
 from kvhal.readings import Known

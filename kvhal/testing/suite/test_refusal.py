@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvhal.cells import Cell
+from kvhal.capability.cells import Cell
+from kvhal.capability.proof import UNPROVED
 from kvhal.decision import Policy, RequiredEvidence, SpecDecision
 from kvhal.errors import UnsupportedMode
 from kvhal.modes import MODES, Scaling
 from kvhal.policy import decide_spec
-from kvhal.proof import UNPROVED
 from kvhal.spec import CacheSpec
 from kvhal.testing.cases import K_SCALE, OPT_IN, SHAPES, V_SCALE, Claim, Subject
 

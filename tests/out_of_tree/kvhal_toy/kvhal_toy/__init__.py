@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from kvhal.capability import CapabilityTable
+from kvhal.capability.table import CapabilityTable
 from kvhal.contract import Confirmation, KernelSet
+from kvhal.detection.probe import DeviceFacts, Probe
 from kvhal.errors import DeviceError
-from kvhal.probe import DeviceFacts, Probe
 from kvhal.readings import Known, MemoryReading, Unknown
 from kvhal.torch_platform import TorchPlatform
 

@@ -1,0 +1,1 @@
+"""What can be said without a device: plans in bytes, explanations, the matrix, its CI jobs; and `probe`."""

@@ -1,0 +1,1 @@
+"""The command line: typer commands that call one function each and print what it found."""

@@ -1,0 +1,1 @@
+"""Deployment files: layers, schema, and model geometry, up to a checked `Deployment`."""

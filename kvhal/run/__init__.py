@@ -1,0 +1,1 @@
+"""The main job: the flow from deployment to release, and the checks it makes on a live cache."""

@@ -1,0 +1,1 @@
+"""Text that people write: files, YAML with positions, sizes, and near spellings."""
