@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvhal.hal import Hal
 from kvhal.detection.host import HostFacts
 from kvhal.detection.probe import Probe
+from kvhal.hal import Hal
 from kvhal.torch_cuda import Seams, TorchCudaPlatform
 from kvhal_cuda import CudaPlatform
 from kvhal_rocm import RocmPlatform

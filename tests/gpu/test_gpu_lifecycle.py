@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import kvhal
-from kvhal.detection import registry
 from kvhal.contract import Adopted
+from kvhal.detection import registry
+from kvhal.detection.host import HostFacts
 from kvhal.errors import CaptureActive, DeviceError, StaleView
 from kvhal.hal import Hal
-from kvhal.detection.host import HostFacts
 from kvhal.lease import CacheLease
 from kvhal.plan import Plan
 from kvhal.readings import Known, Unknown
