@@ -9,6 +9,7 @@ methods whose name is used somewhere on the way. No torch.
 from __future__ import annotations
 
 import ast
+import copy
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -140,7 +141,9 @@ class _Reach:
                 else:
                     rest.append(item)
             self.classes[key] = _Class(module, node.name, methods)
-            head = ast.ClassDef(node.name, node.bases, node.keywords, rest, node.decorator_list)
+            # A copy has every field that this Python knows; Python 3.12 gave classes one more.
+            head = copy.copy(node)
+            head.body = rest
             self.said[key] = ""
             self.said[key] = self.text(module, key, [head])
         if not attributes:
