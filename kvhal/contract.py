@@ -109,7 +109,8 @@ class Release:
 class KernelSet:
     """The kernels that serve a mode on an arch, and what they need.
 
-    workspace_bytes(plan-time geometry of one layer, num_q_heads, max_tokens) -> bytes of scratch `attend` takes.
+    workspace_bytes(geometry of one layer, num_q_heads, max_tokens, max_seqs) -> bytes of scratch `attend` takes; it is
+    part of a plan, so it must survive pickling.
     sources: the dotted names of the functions that run, which evidence is about (`kernels.fingerprint`); the table of
     the platform lists the same under `kernels`.
     """

@@ -142,7 +142,7 @@ class LayerCache:
         else:
             starts = torch.zeros(query_lens.shape[0] + 1, dtype=torch.int32, device=q.device)
             starts[1:] = torch.cumsum(query_lens, 0)
-        nbytes = self._lease.plan.workspace(self.geometry, q.shape[1], q.shape[0])
+        nbytes = self._lease.plan.workspace(self.geometry, q.shape[1], q.shape[0], count)
         workspace = torch.empty(nbytes, dtype=torch.uint8, device=q.device)
         return block_table, seq_lens, starts, workspace
 

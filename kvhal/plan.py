@@ -89,7 +89,8 @@ class StepLayout:
 class Plan:
     """What an allocation will be. Immutable; threads share it and processes may be sent it.
 
-    workspaces: the scratch formulas of the kernels in use, each (geometry, num_q_heads, max_tokens) -> bytes.
+    workspaces: the scratch formulas of the kernels in use, each (geometry, num_q_heads, max_tokens, max_seqs) ->
+    bytes.
     """
 
     layout: Layout
@@ -118,15 +119,15 @@ class Plan:
         """Cache and one step a group."""
         return self.nbytes + self.workspace_bytes
 
-    def workspace(self, geometry: LayerGeometry, num_q_heads: int, max_tokens: int) -> int:
+    def workspace(self, geometry: LayerGeometry, num_q_heads: int, max_tokens: int, max_seqs: int) -> int:
         """Bytes of scratch that `attend` needs on a layer of this geometry: the most any of the kernels in use asks."""
-        return max(formula(geometry, num_q_heads, max_tokens) for formula in self.workspaces)
+        return max(formula(geometry, num_q_heads, max_tokens, max_seqs) for formula in self.workspaces)
 
     def step_layout(self, group: GroupLayout, shape: StepShape | None = None) -> StepLayout:
         """The arrays of a step of `shape` (the planned one if None) over `group`."""
         of = shape or self.step
         geometry = LayerGeometry.of(self.layout, group.group.layers[0])
-        return StepLayout.of(of, self.workspace(geometry, group.group.num_q_heads, of.max_tokens))
+        return StepLayout.of(of, self.workspace(geometry, group.group.num_q_heads, of.max_tokens, of.max_seqs))
 
     def with_blocks(self, num_blocks: int) -> Plan:
         """The same plan with `num_blocks` blocks in every group; the step shape stays."""

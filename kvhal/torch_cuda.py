@@ -14,12 +14,14 @@ from typing import ClassVar
 
 import torch
 
-from kvhal.contract import Confirmation
+from kvhal.contract import Confirmation, KernelSet
 from kvhal.cuda_runtime import CudaRuntime, OpenDevice, TorchRuntime
 from kvhal.detection.child_probe import AskChild, ChildAnswer, ask_child
 from kvhal.detection.host import HostFacts
 from kvhal.detection.probe import DeviceFacts
 from kvhal.errors import DeviceError
+from kvhal.kernels.triton.kernel_set import TRITON, TritonWorkspace
+from kvhal.kernels.triton.tuning import DEFAULT, Tuning, load_tunings
 from kvhal.readings import Figure, Known, MemoryReading, Unknown
 from kvhal.torch_errors import mapped
 from kvhal.torch_platform import RELEASED_SHARE, TorchPlatform
@@ -73,6 +75,7 @@ class TorchCudaPlatform(TorchPlatform):
     """
 
     device_type = "cuda"
+    tuning_file: ClassVar[Path]
     settle_s: ClassVar[float]
     settle_step_s: ClassVar[float]
 
@@ -114,7 +117,29 @@ class TorchCudaPlatform(TorchPlatform):
                 f"allocated; {self.mismatch_hint()}",
                 kind="device_mismatch",
             )
+        self._use_kernels(device)
         self._opened.add(device.index)
+
+    def kernels(self, mode: str, arch: str) -> KernelSet:
+        """The Triton kernels, one source for every vendor, with the tile shapes of this arch."""
+        return KernelSet("triton", TritonWorkspace(self.tuning(arch)), TRITON)
+
+    def tuning(self, arch: str) -> Tuning:
+        """The row of this arch; what has none runs the portable default."""
+        return load_tunings(self.tuning_file).get(arch, DEFAULT)
+
+    def _use_kernels(self, device: DeviceFacts) -> None:
+        """Register the operators, and the tile shapes for this device. Triton is imported here and no earlier."""
+        try:
+            from kvhal.kernels.triton import launch, operators
+        except ImportError as exc:
+            raise DeviceError(
+                f"the kernels for {_where(device)} need triton and it cannot be imported ({exc}); install the one your "
+                "torch names",
+                kind="no_triton",
+            ) from exc
+        assert operators.LIBRARY is not None
+        launch.set_tuning(device.index, self.tuning(device.arch))
 
     def mismatch_hint(self) -> str:
         """What to do about a device that is not the one probed."""

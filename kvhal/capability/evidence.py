@@ -68,7 +68,8 @@ class EvidenceVersions:
 class CellResult:
     """What the suite found of one mode, stored in each of `encodings`.
 
-    worst: the largest measured error by check; None is one that is no number. failed: the tests that did not pass.
+    worst: the largest measured error by check, or figure of machine code; None is one that is no number. failed: the
+    tests that did not pass. covers: of isa evidence, the kernels that were compiled; what is not named there was not.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -80,6 +81,7 @@ class CellResult:
     tests: int
     worst: dict[str, float | None]
     failed: tuple[str, ...]
+    covers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +321,8 @@ def _plain(file: EvidenceFile) -> dict[str, Any]:
     written["date"] = file.date.isoformat().replace("+00:00", "Z")
     for cell in written["cells"]:
         cell["worst"] = {k: v if v is not None and math.isfinite(v) else None for k, v in cell["worst"].items()}
+        if not cell["covers"]:
+            del cell["covers"]
     return written
 
 

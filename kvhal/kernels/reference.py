@@ -85,7 +85,7 @@ def copy_blocks(cache: Tensor, pairs: Tensor, layers: Sequence[PageGeometry], *,
         raise SpecMismatch(f"pairs must be [n, 2] (source, destination); found {tuple(pairs.shape)!r}: reshape it")
     if pairs.shape[0] == 0:
         return
-    _check_pairs(pairs, min((p.num_blocks for p in layers), default=0))
+    check_pairs(pairs, min((p.num_blocks for p in layers), default=0))
     source, destination = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
     strip = max(16, MOVE_BYTES // pairs.shape[0] // 16 * 16)
     for layer in layers:
@@ -252,7 +252,7 @@ def _pieces(count: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
-def _check_pairs(pairs: Tensor, num_blocks: int) -> None:
+def check_pairs(pairs: Tensor, num_blocks: int) -> None:
     bad = ((pairs < 0) | (pairs >= num_blocks)).any(1).nonzero().flatten()
     if bad.numel():
         raise AddressError(

@@ -75,8 +75,14 @@ class AttendShape:
         return self.pages * self.tiles * self.tile_tokens
 
 
-def attend_workspace_bytes(geometry: LayerGeometry, num_q_heads: int, max_tokens: int) -> int:
-    """Bytes of `workspace` that `attend` needs on this layer for up to `max_tokens` query tokens, at any context."""
+def attend_workspace_bytes(
+    geometry: LayerGeometry, num_q_heads: int, max_tokens: int, max_seqs: int | None = None
+) -> int:
+    """Bytes of `workspace` that `attend` needs on this layer for up to `max_tokens` query tokens, at any context.
+
+    The number of sequences, which other kernels need, does not matter here: they are taken one after another.
+    """
+    del max_seqs
     return AttendShape.of(geometry, num_q_heads, max(1, max_tokens)).nbytes
 
 

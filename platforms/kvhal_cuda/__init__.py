@@ -19,6 +19,7 @@ class CudaPlatform(TorchCudaPlatform):
     """The driver frees at once, so a release is confirmed by free memory within a fraction of a second."""
 
     name = "cuda"
+    tuning_file = Path(__file__).with_name("tuning.yaml")
     # cudaFree returns when the memory is back; the retries are for neighbours that allocate in between.
     settle_s = 0.3
     settle_step_s = 0.05

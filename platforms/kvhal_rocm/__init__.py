@@ -23,6 +23,7 @@ class RocmPlatform(TorchCudaPlatform):
     """Graphs go before memory, and memory shows late, so a release is confirmed by polling the device's reading."""
 
     name = "rocm"
+    tuning_file = Path(__file__).with_name("tuning.yaml")
     # VRAM comes back some time after hipFree (vllm PR 47366 waits up to 5 s in its tests, and so does its 0.33 worker).
     settle_s = 5.0
     settle_step_s = 0.05

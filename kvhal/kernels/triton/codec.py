@@ -1,0 +1,192 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+# Triton's dialect: arguments have no Python types.
+"""Codes from numbers and numbers from codes, in integer arithmetic: the same bits on every vendor and when interpreted.
+
+`quantize.py` is the specification. Hardware conversions are an optimisation, taken only when HARDWARE is set, which
+the host does where they are proven equal. Kernels that call `encode` are launched with `enable_fp_fusion=False`: every
+operation is one IEEE operation. `R` is a `constants.Rows`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["bf16_bits", "decode", "encode_int4", "encode_rows", "f16_bits", "int4_scale", "int4_zero", "load_float"]
+
+NAN_WORD = tl.constexpr(0x7FC00000)
+INT4_NAN_WORD = tl.constexpr(0x7FC07E00)
+AMAX_FLOOR = tl.constexpr(448.0 * 2.0**-126)
+TINY = tl.constexpr(2.0**-126)
+# Adding 1.5 * 2^23 leaves round-half-even(x) in the low bits of the sum's mantissa, for |x| < 2^22.
+MAGIC = tl.constexpr(12582912.0)
+INFINITY = tl.constexpr(0x7F800000)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def encode_rows(x, static_scale, R: tl.constexpr, HARDWARE: tl.constexpr):
+    """Encode fp32 rows [n, block] (zeros in the padding): (codes [n, block], words int32 [n], bad bool [n])."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & MAGNITUDE
+    top = tl.max(magnitude, axis=1)
+    bad = top >= INFINITY
+    words = top
+    if R.scaling == "row":
+        amax = top.to(tl.float32, bitcast=True)
+        scale = tl.maximum(amax, AMAX_FLOOR) * (1.0 / R.qmax)
+        inv = tl.where(bad, 0.0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
+        words = tl.where(bad, NAN_WORD, scale.to(tl.int32, bitcast=True))
+        # No clamp: three roundings keep |x * inv| below qmax * (1 + 2^-22), which rounds to qmax in every encoding.
+        codes = _encode(tl.where(bad[:, None], 0.0, x) * inv[:, None], R, HARDWARE)
+    elif R.scaling == "static":
+        inv = tl.div_rn(tl.full([1], 1.0, tl.float32), static_scale)
+        y = tl.minimum(tl.maximum(x * inv[:, None], -R.qmax), R.qmax)
+        finite = magnitude < INFINITY
+        codes = tl.where(finite, _encode(tl.where(finite, y, 0.0), R, HARDWARE), R.nan_code).to(tl.uint8)
+    elif R.encoding == "bfloat16":
+        codes = bf16_bits(x)
+        bad = tl.max((codes & 0x7FFF).to(tl.int32), axis=1) >= 0x7F80
+    else:
+        codes = f16_bits(x)
+        bad = tl.max((codes & 0x7FFF).to(tl.int32), axis=1) >= 0x7C00
+    return codes, words, bad
+
+
+@triton.jit
+def encode_int4(low_half, high_half, ok, R: tl.constexpr):
+    """Encode fp32 rows given as two halves [n, block]: (packed codes [n, block], words int32 [n], bad bool [n]).
+
+    ok: bool [1, block], False in the padding.
+    """
+    low_bits = low_half.to(tl.int32, bitcast=True) & MAGNITUDE
+    high_bits = high_half.to(tl.int32, bitcast=True) & MAGNITUDE
+    bad = tl.max(tl.maximum(low_bits, high_bits), axis=1) >= INFINITY
+    lows, highs = tl.where(bad[:, None], 0.0, low_half), tl.where(bad[:, None], 0.0, high_half)
+    high = tl.max(tl.where(ok, tl.maximum(lows, highs), float("-inf")), axis=1)
+    low = tl.min(tl.where(ok, tl.minimum(lows, highs), float("inf")), axis=1) + 0.0
+    amax = tl.maximum(high, -low)
+    span = tl.maximum(high * (1.0 / 15.0) - low * (1.0 / 15.0), amax * (2.0**-11))
+    span = tl.where(bad, 1.0, tl.maximum(span, TINY))
+    # bfloat16, rounded up
+    top = (span.to(tl.int32, bitcast=True) + 0xFFFF) & -65536
+    inv = tl.div_rn(tl.full(span.shape, 1.0, tl.float32), top.to(tl.float32, bitcast=True))
+    # Not -low * inv: Triton negates by subtracting from zero, and then a zero minimum loses its sign.
+    zero = (low * -inv).to(tl.float16)
+    wide_zero = zero.to(tl.float32)[:, None]
+    first = _round_int4(lows * inv[:, None] + wide_zero)
+    second = _round_int4(highs * inv[:, None] + wide_zero)
+    word = top | (zero.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
+    return (first | (second << 4)).to(tl.uint8), tl.where(bad, INT4_NAN_WORD, word), bad
+
+
+@triton.jit
+def load_float(pointers, mask):
+    """Rows of any float dtype as fp32, zeros where masked."""
+    if pointers.dtype.element_ty == tl.bfloat16:
+        # By its bits: the interpreter's cast is wrong for subnormals.
+        bits = tl.load(pointers.to(tl.pointer_type(tl.uint16)), mask=mask, other=0)
+        value = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        value = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def bf16_bits(x):
+    """fp32 -> bfloat16 bits (uint16), ties to even, every NaN the canonical one."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    return tl.where((bits & MAGNITUDE) > INFINITY, 0x7FC0, rounded).to(tl.uint16)
+
+
+@triton.jit
+def f16_bits(x):
+    """fp32 -> float16 bits (uint16), ties to even, every NaN the canonical one."""
+    bits = x.to(tl.float16).to(tl.uint16, bitcast=True)
+    return tl.where(x != x, 0x7E00, bits.to(tl.int32)).to(tl.uint16)
+
+
+@triton.jit
+def int4_scale(word):
+    """The scale in a row word (int32) of int4."""
+    return (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def int4_zero(word):
+    """The zero point in a row word (int32) of int4, fp32."""
+    return (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def decode(codes, R: tl.constexpr):
+    """The exact fp32 value of uint8 or uint16 codes, without any scale (for int4: of one nibble)."""
+    if R.encoding == "int8":
+        value = codes.to(tl.int8, bitcast=True).to(tl.float32)
+    elif R.encoding == "int4":
+        value = codes.to(tl.float32)
+    elif R.encoding == "bfloat16":
+        value = (codes.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif R.encoding == "float16":
+        value = codes.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        value = _decode_float8(codes.to(tl.int32), R)
+    return value
+
+
+@triton.jit
+def _decode_float8(code, R: tl.constexpr):
+    magnitude = code & 0x7F
+    normal = ((magnitude << (23 - R.mantissa)) + ((127 - R.bias) << 23)).to(tl.float32, bitcast=True)
+    tiny = magnitude.to(tl.float32) * (2.0 ** (1 - R.bias - R.mantissa))
+    value = tl.where(magnitude < (1 << R.mantissa), tiny, normal)
+    if R.encoding == "e5m2":
+        value = tl.where(magnitude == 0x7C, float("inf"), value)
+    value = value * tl.where(code >= 0x80, -1.0, 1.0)
+    if R.encoding == "e4m3fn":
+        value = tl.where(magnitude == 0x7F, float("nan"), value)
+    elif R.encoding == "e5m2":
+        value = tl.where(magnitude > 0x7C, float("nan"), value)
+    else:
+        value = tl.where(code == 0x80, float("nan"), value)
+    return value
+
+
+@triton.jit
+def _encode(y, R: tl.constexpr, HARDWARE: tl.constexpr):
+    """round(y) as uint8 codes; |y| <= qmax (or a rounding error above it)."""
+    if R.encoding == "int8":
+        codes = ((y + MAGIC).to(tl.int32, bitcast=True) & 0xFF).to(tl.uint8)
+    elif HARDWARE and R.encoding == "e4m3fn":
+        codes = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    elif HARDWARE and R.encoding == "e4m3fnuz":
+        # The instruction has no negative zero to give: the format's 0x80 is NaN.
+        codes = y.to(tl.float8e4b8).to(tl.uint8, bitcast=True)
+    else:
+        codes = _encode_float8(y, R)
+    return codes
+
+
+@triton.jit
+def _encode_float8(y, R: tl.constexpr):
+    SHIFT: tl.constexpr = 23 - R.mantissa
+    # Adding this number leaves round-half-even(magnitude / smallest subnormal) in the low bits.
+    UNIT: tl.constexpr = 2.0 ** (24 - R.bias - R.mantissa)
+    UNIT_BITS: tl.constexpr = (151 - R.bias - R.mantissa) << 23
+    bits = y.to(tl.int32, bitcast=True)
+    magnitude = bits & MAGNITUDE
+    even = (magnitude >> SHIFT) & 1
+    normal = ((magnitude + ((1 << (SHIFT - 1)) - 1) + even) >> SHIFT) - ((127 - R.bias) << R.mantissa)
+    tiny = (magnitude.to(tl.float32, bitcast=True) + UNIT).to(tl.int32, bitcast=True) - UNIT_BITS
+    code = tl.where(magnitude < ((128 - R.bias) << 23), tiny, normal)
+    sign = (bits >> 24) & 0x80
+    if R.fnuz:
+        sign = tl.where(code == 0, 0, sign)
+    return (code | sign).to(tl.uint8)
+
+
+@triton.jit
+def _round_int4(y):
+    y = tl.minimum(tl.maximum(y, 0.0), 15.0)
+    return (y + MAGIC).to(tl.int32, bitcast=True) & 15

@@ -1,0 +1,300 @@
+"""From tensors and a geometry to kernel launches. What is launched depends on shapes, never on values.
+
+With `checked` the values are checked first, which waits for the device; without it nothing here does, so that a call
+can be captured into a graph. The tensors of a call and the current stream decide the device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvhal.errors import SpecMismatch
+from kvhal.kernels.checks import check_cache
+from kvhal.kernels.geometry import LayerGeometry, PageGeometry
+from kvhal.kernels.reference import check_pairs
+from kvhal.kernels.sequences import sequences_of
+from kvhal.kernels.triton.arguments import (
+    check_attend,
+    check_store,
+    check_where,
+    check_workspace,
+    refuse_bad_slots,
+)
+from kvhal.kernels.triton.attend import attend_kernel
+from kvhal.kernels.triton.constants import Page, pow2
+from kvhal.kernels.triton.copy_blocks import move_kernel
+from kvhal.kernels.triton.gather import gather_kernel
+from kvhal.kernels.triton.reduce import reduce_kernel
+from kvhal.kernels.triton.schedule import schedule_kernel, sequences_kernel
+from kvhal.kernels.triton.store import store_kernel
+from kvhal.kernels.triton.tuning import DEFAULT, Tuning
+from kvhal.kernels.triton.workspace import AttendCut, AttendWorkspace
+
+__all__ = ["attend", "attend_constants", "copy_blocks", "gather", "prepare", "set_tuning", "store", "tuning_of"]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Processors the interpreter pretends to have: few, so that its one thread has little to do and items are still split.
+INTERPRETED_PROCESSORS = 3
+EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+SCHEDULE_CHUNK = 64
+SEQUENCE_CHUNK = 128
+SCHEDULE_LANES = 32
+MOVE_BYTES = 1 << 24
+MOVE_ITEMS = 2048
+_TUNINGS: dict[int, Tuning] = {}
+
+
+def set_tuning(device: int, tuning: Tuning) -> None:
+    """Use `tuning` on this device; an adapter calls it once, when it has identified the arch."""
+    _TUNINGS[device] = tuning
+
+
+def tuning_of(device: torch.device) -> Tuning:
+    """The tuning in use on a device."""
+    return _TUNINGS.get(device.index or 0, DEFAULT)
+
+
+def store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, g: LayerGeometry, *, checked: bool) -> None:
+    """`reference.store` on a GPU, bit for bit."""
+    check_store(cache, (("k", k), ("v", v)), slots, g)
+    if k.dtype is not v.dtype:
+        raise SpecMismatch(f"k and v must have one dtype; found k {k.dtype} and v {v.dtype}: convert one of them")
+    if checked:
+        refuse_bad_slots(slots, g, unique=True)
+    count = slots.shape[0]
+    if not count:
+        return
+    tuning = tuning_of(cache.device)
+    tokens, warps = (1, 1) if count <= tuning.store_small else (16, tuning.store_warps)
+    with _on(cache):
+        store_kernel[(-(-count // tokens), g.num_kv_heads)](
+            cache, k, v, slots,
+            g.base, g.block_stride, max(0, g.scales_offset), g.counters_offset, g.num_blocks * g.block_size, count,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            P=_page(g), TOKENS=tokens, **hardware_of(g, tuning), num_warps=warps, **EXACT,
+        )  # fmt: skip
+
+
+def gather(cache: Tensor, slots: Tensor, k_out: Tensor, v_out: Tensor, g: LayerGeometry, *, checked: bool) -> None:
+    """`reference.gather` on a GPU, bit for bit but for the bits of a NaN."""
+    check_store(cache, (("k_out", k_out), ("v_out", v_out)), slots, g)
+    if checked:
+        refuse_bad_slots(slots, g, unique=False)
+    count = slots.shape[0]
+    if not count:
+        return
+    with _on(cache):
+        gather_kernel[(-(-count // 4), g.num_kv_heads)](
+            cache, slots, k_out, v_out,
+            g.base, g.block_stride, max(0, g.scales_offset), g.counters_offset, g.num_blocks * g.block_size, count,
+            k_out.stride(0), k_out.stride(1), v_out.stride(0), v_out.stride(1),
+            P=_page(g), TOKENS=4, num_warps=1, **EXACT,
+        )  # fmt: skip
+
+
+def copy_blocks(cache: Tensor, pairs: Tensor, layers: Sequence[PageGeometry]) -> None:
+    """`reference.copy_blocks` on a GPU. Bad pairs raise AddressError, so this always waits for the device."""
+    check_cache(cache, max((p.base + (p.num_blocks - 1) * p.block_stride + p.nbytes for p in layers), default=0))
+    if pairs.dtype is not torch.int64 or pairs.dim() != 2:
+        raise SpecMismatch(
+            f"pairs must be torch.int64 with 2 dimension(s); found {pairs.dtype} {tuple(pairs.shape)!r}: convert it"
+        )
+    if pairs.shape[1] != 2:
+        raise SpecMismatch(f"pairs must be [n, 2] (source, destination); found {tuple(pairs.shape)!r}: reshape it")
+    check_where("pairs", pairs, cache)
+    count = pairs.shape[0]
+    if not count:
+        return
+    check_pairs(pairs, min((p.num_blocks for p in layers), default=0))
+    pairs = pairs.contiguous()
+    width = min(max((p.nbytes for p in layers), default=0), max(16, MOVE_BYTES // count // 16 * 16))
+    strip = torch.empty(count * width + 16, dtype=torch.uint8, device=cache.device)
+    with _on(cache):
+        for layer in layers:
+            size = _item_bytes(layer)
+            for start in range(0, layer.nbytes, width):
+                length = min(width, layer.nbytes - start) // size
+                grid = (count, -(-length // MOVE_ITEMS))
+                for column in (0, 1):
+                    move_kernel[grid](
+                        cache, pairs, strip, layer.base // size, layer.block_stride // size, start // size, length,
+                        column, BYTES=size, BLOCK=MOVE_ITEMS, num_warps=4,
+                    )  # fmt: skip
+
+
+def prepare(
+    cache: Tensor,
+    q_heads: int,
+    dtype: torch.dtype,
+    num_tokens: int,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    workspace: Tensor,
+    g: LayerGeometry,
+    *,
+    checked: bool,
+) -> None:
+    """Check a step's arrays and schedule its attends into `workspace`: once a step, for all its layers.
+
+    Holds for attends of as many tokens, sequences and query heads, of the same dtype, over layers of the same group.
+    Checked: AddressError for what `reference` refuses. Not checked: faults are counted, and those sequences give NaN.
+    """
+    tuning = tuning_of(cache.device)
+    num_seqs = seq_lens.shape[0]
+    cut = _cut(g, q_heads, num_tokens, num_seqs, dtype, tuning)
+    work = AttendWorkspace.of(cut, g.v.head_dim, num_tokens, num_seqs)
+    check_workspace(workspace, work.nbytes, cache)
+    common: dict[str, Any] = {"P": _page(g), "TOKENS": cut.tokens, "KEYS": cut.keys, "PROLOGUE": tuning.prologue}
+    count, steps = cut.programs(_processors(cache.device), tuning)
+    with _on(cache):
+        sequences_kernel[(num_seqs + 1,)](
+            cache, block_table, seq_lens, query_starts, workspace,
+            g.counters_offset, block_table.stride(0), block_table.shape[1], g.num_blocks, num_seqs, num_tokens,
+            int(not checked), work.sequences, work.rows, CHUNK=SEQUENCE_CHUNK, num_warps=1, **common,
+        )  # fmt: skip
+        schedule_kernel[(-(-count // SCHEDULE_LANES),)](
+            workspace, num_seqs, steps[0][0], steps[0][1], steps[1][0], steps[1][1], count,
+            work.schedule, work.sequences, work.starts, CHUNK=SCHEDULE_CHUNK, num_warps=1, **common,
+        )  # fmt: skip
+    if checked:
+        _refuse_faults(workspace, work, block_table, seq_lens, query_starts, num_tokens, g)
+
+
+def attend(
+    cache: Tensor,
+    q: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    sinks: Tensor | None,
+    workspace: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    g: LayerGeometry,
+    *,
+    scale: float,
+    softcap: float,
+    checked: bool,
+    prepared: bool = False,
+) -> None:
+    """`attention.attend` on a GPU, to its bound. prepared: `prepare` has been called for this step."""
+    check_attend(cache, q, block_table, seq_lens, query_starts, sinks, out, lse, g)
+    tuning = tuning_of(cache.device)
+    tokens, heads = q.shape[0], q.shape[1]
+    num_seqs = seq_lens.shape[0]
+    if not prepared:
+        prepare(
+            cache, heads, q.dtype, tokens, block_table, seq_lens, query_starts, workspace, g, checked=checked
+        )  # fmt: skip
+    if not tokens:
+        return
+    cut = _cut(g, heads, tokens, num_seqs, q.dtype, tuning)
+    work = AttendWorkspace.of(cut, g.v.head_dim, tokens, num_seqs)
+    check_workspace(workspace, work.nbytes, cache)
+    page, group = _page(g), heads // g.num_kv_heads
+    count, _ = cut.programs(_processors(cache.device), tuning)
+    lse_strides = (0, 0) if lse is None else (lse.stride(0), lse.stride(1))
+    with _on(cache):
+        attend_kernel[(count,)](
+            cache, q, block_table, workspace, sinks, out, lse,
+            g.base, g.block_stride, max(0, g.scales_offset), block_table.stride(0), g.num_blocks,
+            q.stride(0), q.stride(1), out.stride(0), out.stride(1), *lse_strides,
+            scale, softcap, work.schedule, work.sequences, work.lse, work.partial,
+            P=page, **attend_constants(g, group, cut, tuning, softcap=softcap > 0), **_options(cut),
+        )  # fmt: skip
+        parts, channels = _reduce_shape(g, cut, tokens, heads, count)
+        reduce_kernel[(tokens, heads, -(-g.v.head_dim // channels))](
+            workspace, sinks, out, lse, num_seqs,
+            out.stride(0), out.stride(1), *lse_strides,
+            work.sequences, work.starts, work.rows, work.lse, work.partial,
+            P=page, GROUP=group, TOKENS=cut.tokens, ROWS=cut.rows, KEYS=cut.keys, PROLOGUE=tuning.prologue,
+            PARTS=parts, CHANNELS=channels, CHUNK=32, num_warps=1 if parts * channels <= 2048 else 4,
+        )  # fmt: skip
+
+
+def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tuning, *, softcap: bool) -> dict[str, Any]:
+    """The compile-time constants of `attend_kernel` but P; ahead-of-time compilation uses the same."""
+    return {
+        "GROUP": group,
+        "TOKENS": cut.tokens,
+        "ROWS": cut.rows,
+        "COLUMNS": cut.columns,
+        "PAIRS": cut.pairs,
+        "KEYS": cut.keys,
+        "PROLOGUE": tuning.prologue,
+        "SOFTCAP": softcap,
+        "PAD": tuning.pad_weights and cut.columns > cut.rows,
+        "CONVERSION": "arithmetic" if INTERPRETED else tuning.conversion,
+        **hardware_of(g, tuning),
+        # The interpreter multiplies the bits of bfloat16 operands.
+        "FULL": INTERPRETED,
+    }
+
+
+def _refuse_faults(
+    workspace: Tensor,
+    work: AttendWorkspace,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    num_tokens: int,
+    g: LayerGeometry,
+) -> None:
+    count = seq_lens.shape[0]
+    entries = workspace[work.sequences : work.sequences + 32 * count].view(torch.int32).view(count, 8).cpu()
+    if count and not (bool(entries[:, 4].any()) or bool((entries[:, 5] == 0).any())):
+        return
+    # Something is wrong: the reference finds it again on the host and says it in words.
+    sequences_of(g, block_table.cpu(), seq_lens.cpu(), query_starts.cpu(), num_tokens, checked=True)
+
+
+@lru_cache(maxsize=1024)
+def _page(g: LayerGeometry) -> Page:
+    return Page.of(g)
+
+
+def _cut(g: LayerGeometry, q_heads: int, tokens: int, num_seqs: int, dtype: torch.dtype, tuning: Tuning) -> AttendCut:
+    return AttendCut.of(g, q_heads, tokens, num_seqs, str(dtype).removeprefix("torch."), tuning)
+
+
+def hardware_of(g: LayerGeometry, tuning: Tuning) -> dict[str, bool]:
+    """Whether K and V are converted by the hardware's own instructions: each for itself, since they may differ."""
+    stores = {"HARDWARE_K": g.k, "HARDWARE_V": g.v}
+    return {name: of.encoding.name in tuning.hardware and not INTERPRETED for name, of in stores.items()}
+
+
+def _options(cut: AttendCut) -> dict[str, Any]:
+    options = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
+    return options | {"maxnreg": cut.maxnreg} if cut.maxnreg else options
+
+
+def _reduce_shape(g: LayerGeometry, cut: AttendCut, tokens: int, heads: int, programs: int) -> tuple[int, int]:
+    """(parts read at a time, channels a program): long items are read by many programs, short ones whole."""
+    items = max(1, -(-tokens // cut.tokens) * g.num_kv_heads)
+    parts = 8 if programs <= 6 * items else 32 if programs <= 64 * items else 128
+    return parts, pow2(g.v.head_dim) if tokens * heads >= 1024 else min(32, pow2(g.v.head_dim))
+
+
+def _item_bytes(layer: PageGeometry) -> int:
+    unit = gcd(layer.base, layer.nbytes, layer.block_stride, 8)
+    return unit if unit in (8, 4) else 1
+
+
+@lru_cache(maxsize=64)
+def _processors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _on(cache: Tensor) -> torch.cuda.device:
+    """The cache's device as the current one, which is where Triton launches."""
+    return torch.cuda.device(cache.device.index if cache.device.type != "cpu" else -1)

@@ -1,0 +1,115 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+# Triton's dialect: arguments have no Python types.
+"""reduce: joins the parts of items that several attend programs shared, and writes the rows nobody computed."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvhal.kernels.triton.attend import finish, write_row
+from kvhal.kernels.triton.schedule import item_tiles
+
+__all__ = ["reduce_kernel"]
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def reduce_kernel(  # noqa: PLR0915  # one kernel, one function
+    workspace,
+    sinks,
+    out,
+    lse,
+    num_seqs: tl.int32,
+    o_token: tl.int64,
+    o_head: tl.int64,
+    lse_token: tl.int64,
+    lse_head: tl.int64,
+    sequences_at: tl.int64,
+    starts_at: tl.int64,
+    rows_at: tl.int64,
+    lse_at: tl.int64,
+    partial_at: tl.int64,
+    P: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    PARTS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Program (token, query head, i): CHANNELS channels of one row of the result.
+
+    A row of an unreadable sequence is NaN; a row that sees nothing, or that belongs to no sequence, is zero.
+    """
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < P.v.dim
+    one = tl.arange(0, 1)
+    b = tl.load((workspace + rows_at).to(tl.pointer_type(tl.int32)) + token)
+    known = (b >= 0) & (b < num_seqs)
+    entry = (workspace + sequences_at).to(tl.pointer_type(tl.int32)) + tl.where(known, b, 0) * 8
+    first = tl.load(entry)
+    queries = tl.load(entry + 1)
+    length = tl.load(entry + 2)
+    # Where query_starts make no sense a row's sequence may be left over from another call.
+    known = known & (token >= first) & (token < first + queries)
+    to = out + token.to(tl.int64) * o_token + head.to(tl.int64) * o_head + channel
+    lse_to = token.to(tl.int64) * lse_token + head * lse_head
+    if known & (length > 0):
+        header = workspace.to(tl.pointer_type(tl.int64))
+        line = tl.load(header)
+        programs = tl.load(header + 1)
+        item = (token - first) // TOKENS
+        before = tl.zeros([CHUNK], tl.int64)
+        lane = tl.arange(0, CHUNK)
+        for start in range(0, item, CHUNK):
+            low, high = item_tiles((start + lane) * TOKENS, queries, length, TOKENS, KEYS, P.window)
+            before += tl.where(start + lane < item, high - low + PROLOGUE, 0).to(tl.int64)
+        low, high = item_tiles(item * TOKENS, queries, length, TOKENS, KEYS, P.window)
+        cost = tl.load(entry + 3).to(tl.int64)
+        sequence_start = tl.load((workspace + starts_at).to(tl.pointer_type(tl.int64)) + b)
+        start = sequence_start * P.heads + (head // GROUP) * cost + tl.sum(before, axis=0)
+        # The programs that hold this item's first and last tile of keys.
+        w0 = ((start + PROLOGUE + 1) * programs - 1) // line
+        w1 = ((start + PROLOGUE + high - low) * programs - 1) // line
+        if w1 > w0:
+            row = (token - first) % TOKENS * GROUP + head % GROUP
+            part = tl.arange(0, PARTS)
+            top = tl.full([1], -3.0e38, tl.float32)
+            weight = tl.zeros([1], tl.float32)
+            total = tl.zeros([CHANNELS], tl.float32)
+            for w in range(w0.to(tl.int32), w1.to(tl.int32) + 1, PARTS):
+                there = w + part <= w1
+                slot = 2 * (w + part).to(tl.int64) + (w + part == w0).to(tl.int64)
+                place = slot * ROWS + row
+                e = tl.load((workspace + lse_at).to(tl.pointer_type(tl.float32)) + place, mask=there, other=0.0)
+                e = tl.where(there, e, float("-inf"))
+                y = tl.load(
+                    (workspace + partial_at).to(tl.pointer_type(tl.float32))
+                    + (place * P.v.dim)[:, None]
+                    + channel[None, :],
+                    mask=there[:, None] & inside[None, :],
+                    other=0.0,
+                )
+                highest = tl.maximum(top, tl.max(e, axis=0))
+                share = tl.exp2(e - highest)
+                shrink = tl.exp2(top - highest)
+                total = total * shrink + tl.sum(y * share[:, None], axis=0)
+                weight = weight * shrink + tl.sum(share, axis=0)
+                top = highest
+            factor, natural = finish(top + tl.log2(weight), sinks, head + one, one == 0)
+            write_row(to, total / tl.where(weight == 0.0, 1.0, weight) * factor, inside)
+            if lse is not None:
+                tl.store(lse + lse_to + one, natural, mask=(one == 0) & (tl.program_id(2) == 0))
+    else:
+        unreadable = known & (length < 0)
+        value = tl.where(unreadable, float("nan"), 0.0)
+        write_row(to, tl.zeros([CHANNELS], tl.float32) + value, inside)
+        if lse is not None:
+            natural = tl.zeros([1], tl.float32) + tl.where(unreadable, float("nan"), float("-inf"))
+            if sinks is not None:
+                natural = tl.where(known & (length == 0), tl.load(sinks + head + one), natural)
+            tl.store(lse + lse_to + one, natural, mask=(one == 0) & (tl.program_id(2) == 0))

@@ -1,0 +1,176 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+# Triton's dialect: arguments have no Python types.
+"""What a step's arrays ask for, checked on the device, and who computes which part of it.
+
+Built once a step and read by the attend of every layer; nothing here waits for the host. The arrays are laid out in
+`workspace.AttendWorkspace`. A sequence's entry: {first row, queries, length (0: nothing to read, -1: unreadable),
+virtual tiles a head, faults, 1 if its query_starts make sense}.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["item_tiles", "schedule_kernel", "sequences_kernel"]
+
+LANES = tl.constexpr(32)
+
+
+@triton.jit
+def item_tiles(first, queries, length, TOKENS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """(first tile, end tile) of keys that queries `first` to `first + TOKENS - 1` of a sequence see."""
+    position = length - queries + first
+    last = position + tl.minimum(TOKENS, queries - first)
+    begin = last * 0
+    if WINDOW > 0:
+        begin = tl.maximum(position - WINDOW + 1, 0) // KEYS
+    return begin, (last + KEYS - 1) // KEYS
+
+
+@triton.jit(do_not_specialize=["max_blocks", "num_blocks", "num_seqs", "num_tokens", "is_counted"])
+def sequences_kernel(
+    cache,
+    block_table,
+    seq_lens,
+    query_starts,
+    workspace,
+    counters_offset: tl.int64,
+    table_stride: tl.int64,
+    max_blocks: tl.int32,
+    num_blocks: tl.int32,
+    num_seqs: tl.int32,
+    num_tokens: tl.int32,
+    is_counted: tl.int32,
+    sequences_at: tl.int64,
+    rows_at: tl.int64,
+    P: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Program b checks sequence b and writes its entry and rows; the last program marks rows of no sequence."""
+    b = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    rows = (workspace + rows_at).to(tl.pointer_type(tl.int32))
+    if b == num_seqs:
+        first = tl.minimum(tl.maximum(tl.load(query_starts + num_seqs), 0), num_tokens).to(tl.int32)
+        for start in range(first, num_tokens, CHUNK):
+            tl.store(rows + start + lane, tl.full([CHUNK], -1, tl.int32), mask=start + lane < num_tokens)
+    else:
+        first = tl.load(query_starts + b).to(tl.int32)
+        end = tl.load(query_starts + b + 1).to(tl.int32)
+        sane = (first >= 0) & (end >= first) & (end <= num_tokens) & ((b > 0) | (first == 0))
+        first = tl.where(sane, first, 0)
+        queries = tl.where(sane, end - first, 0)
+        wide = tl.load(seq_lens + b).to(tl.int64)
+        wrong = (wide != 0) & ((wide < queries) | (wide > max_blocks.to(tl.int64) * P.block_size))
+        length = tl.where(wrong, 0, wide).to(tl.int32)
+        begin = 0
+        if P.window > 0:
+            begin = tl.maximum(length - queries - P.window + 1, 0) // P.block_size
+        stop = tl.where(queries > 0, (length + P.block_size - 1) // P.block_size, 0)
+        bad = tl.zeros([CHUNK], tl.int32)
+        for start in range(begin, stop, CHUNK):
+            at = start + lane
+            block = tl.load(block_table + b.to(tl.int64) * table_stride + at, mask=at < stop, other=0)
+            bad += ((block < 0) | (block >= num_blocks)).to(tl.int32)
+        faults = tl.sum(bad, axis=0) + wrong.to(tl.int32)
+        length = tl.where(faults > 0, -1, length)
+        items = tl.where(length > 0, (queries + TOKENS - 1) // TOKENS, 0)
+        tiles = tl.zeros([CHUNK], tl.int32)
+        for start in range(0, items, CHUNK):
+            item = start + lane
+            low, high = item_tiles(item * TOKENS, queries, length, TOKENS, KEYS, P.window)
+            tiles += tl.where(item < items, high - low + PROLOGUE, 0)
+        entry = (workspace + sequences_at).to(tl.pointer_type(tl.int32)) + b * 8
+        tl.store(entry, first)
+        tl.store(entry + 1, queries)
+        tl.store(entry + 2, length)
+        tl.store(entry + 3, tl.sum(tiles, axis=0))
+        tl.store(entry + 4, faults)
+        tl.store(entry + 5, sane.to(tl.int32))
+        for start in range(0, queries, CHUNK):
+            tl.store(rows + first + start + lane, tl.zeros([CHUNK], tl.int32) + b, mask=start + lane < queries)
+        if (faults > 0) & (is_counted > 0):
+            counters = (cache + counters_offset).to(tl.pointer_type(tl.int64))
+            tl.atomic_add(counters + 1, faults.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["num_seqs", "tiles_0", "programs_0", "tiles_1", "programs_1", "programs_2"])
+def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
+    workspace,
+    num_seqs: tl.int32,
+    tiles_0: tl.int64,
+    programs_0: tl.int32,
+    tiles_1: tl.int64,
+    programs_1: tl.int32,
+    programs_2: tl.int32,
+    schedule_at: tl.int64,
+    sequences_at: tl.int64,
+    starts_at: tl.int64,
+    P: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Program i: where attend programs 32 i to 32 i + 31 start: {sequence, head, item, virtual tile, tiles to do}.
+
+    A virtual line holds, for each sequence, head and item, PROLOGUE empty tiles and then its tiles of keys.
+    """
+    lane = tl.arange(0, CHUNK)
+    entries = (workspace + sequences_at).to(tl.pointer_type(tl.int32))
+    total = tl.zeros([CHUNK], tl.int64)
+    for start in range(0, num_seqs, CHUNK):
+        total += tl.load(entries + (start + lane) * 8 + 3, mask=start + lane < num_seqs, other=0).to(tl.int64)
+    a_head = tl.sum(total, axis=0)
+    line = a_head * P.heads
+    programs = tl.where(line <= tiles_0, programs_0, tl.where(line <= tiles_1, programs_1, programs_2)).to(tl.int64)
+    programs = tl.minimum(programs, line)
+    w = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    share = tl.maximum(programs, 1)
+    at = tl.minimum(w, programs) * line // share
+    end = tl.minimum(w + 1, programs) * line // share
+    sequence = tl.zeros([LANES], tl.int32)
+    base = tl.zeros([LANES], tl.int64)
+    before = a_head * 0
+    starts = (workspace + starts_at).to(tl.pointer_type(tl.int64))
+    for start in range(0, num_seqs, CHUNK):
+        there = start + lane < num_seqs
+        cost = tl.load(entries + (start + lane) * 8 + 3, mask=there, other=0).to(tl.int64)
+        ends = before + tl.cumsum(cost, 0)
+        if tl.program_id(0) == 0:
+            tl.store(starts + start + lane, ends - cost, mask=there)
+        passed = there[:, None] & ((ends * P.heads)[:, None] <= at[None, :])
+        sequence += tl.sum(passed.to(tl.int32), axis=0)
+        base = tl.maximum(base, tl.max(tl.where(passed, (ends * P.heads)[:, None], 0), axis=0))
+        before += tl.sum(cost, axis=0)
+    busy = end > at
+    entry = entries + tl.minimum(sequence, tl.maximum(num_seqs - 1, 0)) * 8
+    queries = tl.load(entry + 1)
+    length = tl.load(entry + 2)
+    cost = tl.maximum(tl.load(entry + 3), 1).to(tl.int64)
+    rest = at - base
+    head = tl.where(busy, rest // cost, 0)
+    rest = tl.where(busy, rest - head * cost, 0)
+    item = tl.zeros([LANES], tl.int32)
+    low, high = item_tiles(item * TOKENS, queries, length, TOKENS, KEYS, P.window)
+    more = busy & (rest >= high - low + PROLOGUE)
+    while tl.max(more.to(tl.int32), axis=0) > 0:
+        rest = tl.where(more, rest - (high - low + PROLOGUE), rest)
+        item += more.to(tl.int32)
+        low, high = item_tiles(item * TOKENS, queries, length, TOKENS, KEYS, P.window)
+        more = busy & (rest >= high - low + PROLOGUE)
+    row = (workspace + schedule_at).to(tl.pointer_type(tl.int32)) + w * 8
+    exists = w < programs_2
+    tl.store(row, sequence, mask=exists)
+    tl.store(row + 1, head.to(tl.int32), mask=exists)
+    tl.store(row + 2, item, mask=exists)
+    tl.store(row + 3, rest.to(tl.int32), mask=exists)
+    tl.store(row + 4, (end - at).to(tl.int32), mask=exists)
+    if tl.program_id(0) == 0:
+        header = workspace.to(tl.pointer_type(tl.int64))
+        tl.store(header, line)
+        tl.store(header + 1, programs)

@@ -1,0 +1,133 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+# Triton's dialect: arguments have no Python types.
+"""store: quantise and scatter keys and values, payload and row words, in one launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvhal.kernels.triton.codec import encode_int4, encode_rows, load_float
+
+__all__ = ["store_kernel"]
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots"])
+def store_kernel(
+    cache,
+    k,
+    v,
+    slots,
+    base: tl.int64,
+    block_stride: tl.int64,
+    scales_offset: tl.int64,
+    counters_offset: tl.int64,
+    num_slots: tl.int64,
+    num_tokens: tl.int32,
+    k_token: tl.int64,
+    k_head: tl.int64,
+    v_token: tl.int64,
+    v_head: tl.int64,
+    P: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HARDWARE_K: tl.constexpr,
+    HARDWARE_V: tl.constexpr,
+):
+    """Program (i, head): TOKENS tokens of one kv head. Slot -1 is skipped, other bad slots are skipped and counted."""
+    K: tl.constexpr = P.k
+    V: tl.constexpr = P.v
+    lane = tl.arange(0, TOKENS)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + lane
+    head = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
+    ok = (slot >= 0) & (slot < num_slots)
+    counters = (cache + counters_offset).to(tl.pointer_type(tl.int64))
+    if head == 0:
+        rejected = tl.sum(((slot < -1) | (slot >= num_slots)).to(tl.int64), axis=0)
+        if rejected > 0:
+            tl.atomic_add(counters + 1, rejected)
+    safe = tl.where(ok, slot, 0)
+    page = base + safe // P.block_size * block_stride
+    inside = (safe % P.block_size).to(tl.int32)
+    scales = (cache + scales_offset).to(tl.pointer_type(tl.float32))
+    bad = _put(cache, k + token * k_token + head * k_head, scales, slot, page, inside, head, ok, K, TOKENS, HARDWARE_K)
+    bad += _put(
+        cache, v + token * v_token + head * v_head, scales + 1, slot, page, inside, head, ok, V, TOKENS, HARDWARE_V
+    )
+    if bad > 0:
+        tl.atomic_add(counters, bad)
+
+
+@triton.jit
+def _put(
+    cache,
+    rows,
+    scale,
+    slot,
+    page,
+    inside,
+    head,
+    ok,
+    R: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """Write the rows at pointers `rows` [TOKENS]; how many of them were not finite (int64)."""
+    channel = tl.arange(0, R.block)
+    valid = (channel < R.width)[None, :]
+    mask = ok[:, None] & valid
+    x = load_float(rows[:, None] + channel[None, :], mask)
+    if R.encoding == "int4":
+        upper = load_float(rows[:, None] + (channel + R.width)[None, :], mask)
+        codes, words, bad = encode_int4(x, upper, valid, R)
+    else:
+        static_scale = tl.full([1], 1.0, tl.float32)
+        if R.scaling == "static":
+            static_scale = tl.load(scale + tl.arange(0, 1))
+        codes, words, bad = encode_rows(x, static_scale, R, HARDWARE)
+    if R.scaling == "row":
+        W: tl.constexpr = R.words
+        at = page + head * W.head + W.offset + inside // R.tile_tokens * W.tile + inside % R.tile_tokens * W.hi
+        tl.store(cache.to(tl.pointer_type(tl.int32)) + at // 4, words, mask=ok)
+    tile = page + head * R.head + R.offset + inside // R.tile_tokens * R.tile
+    within = inside % R.tile_tokens
+    at = tile + within // R.los * R.hi + within % R.los * R.lo
+    if R.los == 1:
+        _scatter(cache, at, codes, channel, mask, R)
+    elif TOKENS == R.tile_tokens:
+        first = tl.min(tl.where(tl.arange(0, TOKENS) == 0, slot, 1 << 62), axis=0)
+        aligned = (first >= 0) & (first % R.tile_tokens == 0)
+        follows = tl.min((ok & (slot == first + tl.arange(0, TOKENS))).to(tl.int32), axis=0)
+        if aligned & (follows == 1):
+            # A whole tile: four tokens of a channel stand together in registers too, and the tile is one wide store.
+            start = tl.min(tile, axis=0)
+            ROW: tl.constexpr = R.block * R.los
+            woven = tl.permute(tl.reshape(codes, [TOKENS // R.los, R.los, R.block]), (0, 2, 1))
+            woven = tl.reshape(woven, [TOKENS // R.los * ROW])
+            item = tl.arange(0, TOKENS // R.los * ROW)
+            pointers = _typed(cache, R) + start // R.size + (item // ROW) * (R.hi // R.size) + item % ROW
+            if R.block == R.width:
+                tl.store(pointers, woven)
+            else:
+                tl.store(pointers, woven, mask=item % ROW < R.width * R.los)
+        else:
+            _scatter(cache, at, codes, channel, mask, R)
+    else:
+        _scatter(cache, at, codes, channel, mask, R)
+    return tl.sum((bad & ok).to(tl.int64), axis=0)
+
+
+@triton.jit
+def _scatter(cache, at, codes, channel, mask, R: tl.constexpr):
+    """Write each row's codes at its byte address `at` [TOKENS]."""
+    tl.store(_typed(cache, R) + (at // R.size)[:, None] + (channel * (R.channel // R.size))[None, :], codes, mask=mask)
+
+
+@triton.jit
+def _typed(cache, R: tl.constexpr):
+    """The cache as a pointer to codes: cast before indexing, or codes no longer look contiguous to the compiler."""
+    if R.size == 1:
+        pointer = cache
+    else:
+        pointer = cache.to(tl.pointer_type(tl.uint16))
+    return pointer

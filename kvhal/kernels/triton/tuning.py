@@ -1,0 +1,124 @@
+"""Tile shapes and launch sizes as data: one `Tuning` an arch, read by the adapters from `tuning.yaml`. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvhal.errors import ConfigError
+
+__all__ = ["DEFAULT", "FAMILIES", "Tile", "Tuning", "family_of", "load_tunings"]
+
+FAMILIES = ("int8", "float8", "int4", "static", "wide")
+PHASES = ("decode", "verify", "prefill")
+CONVERSIONS = ("arithmetic", "cast", "asm")
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One attend kernel. keys: cached tokens a step of the loop. maxnreg: a cap on registers (CUDA), 0 for none."""
+
+    keys: int = 32
+    num_warps: int = 1
+    num_stages: int = 3
+    maxnreg: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What is measured rather than derived; the same numbers come out whatever stands here.
+
+    decode, verify (2 to 8 queries a sequence), prefill: (family of encodings, Tile) pairs; none means the default's.
+    columns: the least columns of a matrix product. pad_weights: pad the weights of V to `columns` (AMD matrix cores).
+    conversion: how int8 and int4 codes become fp16. hardware: encodings whose conversion instructions are proven equal
+    to the codec. verify_rows, prefill_rows, careful_rows: most rows of the result an item has (the last: of prefill
+    where V may hold NaN). programs: (tiles, programs a multiprocessor) steps, ascending; the last serves every larger
+    batch. max_programs: what the workspace has room for. prologue: what starting an item costs, in tiles. shared_bytes:
+    shared memory a program may use. store_small: calls up to so many tokens take one token a program.
+    """
+
+    decode: tuple[tuple[str, Tile], ...] = ()
+    verify: tuple[tuple[str, Tile], ...] = ()
+    prefill: tuple[tuple[str, Tile], ...] = ()
+    columns: int = 8
+    pad_weights: bool = False
+    conversion: str = "arithmetic"
+    hardware: tuple[str, ...] = ()
+    programs: tuple[tuple[int, int], ...] = ((4096, 4), (12288, 8), (1 << 62, 12))
+    prefill_programs: int = 3
+    verify_rows: int = 32
+    prefill_rows: int = 32
+    careful_rows: int = 32
+    max_programs: int = 2112
+    prologue: int = 4
+    shared_bytes: int = 99 << 10
+    store_small: int = 256
+    store_warps: int = 2
+
+    @classmethod
+    def parse(cls, row: Mapping[str, Any]) -> Tuning:
+        """A row of `tuning.yaml`. Raises ConfigError for an unknown key or family."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(row) - known)
+        if unknown:
+            raise ConfigError(f"tuning names {unknown!r}, which no kernel reads; known: {sorted(known)!r}")
+        values: dict[str, Any] = dict(row)
+        for name in PHASES:
+            if name in values:
+                missing = sorted(set(FAMILIES) ^ set(values[name]))
+                if missing:
+                    raise ConfigError(f"tuning {name!r} must name exactly {FAMILIES!r}; {missing!r} is missing or new")
+                values[name] = tuple((family, Tile(**tile)) for family, tile in values[name].items())
+        if "programs" in values:
+            values["programs"] = tuple((int(tiles), int(each)) for tiles, each in values["programs"])
+        if "hardware" in values:
+            values["hardware"] = tuple(values["hardware"])
+        found = cls(**values)
+        if found.conversion not in CONVERSIONS:
+            raise ConfigError(f"tuning conversion is {found.conversion!r}; known: {CONVERSIONS!r}")
+        return found
+
+    def tile(self, family: str, phase: str) -> Tile:
+        """The tile of a family, from this row or the default."""
+        of = {"decode": self.decode, "verify": self.verify, "prefill": self.prefill}[phase]
+        return dict(of or _TILES[phase])[family]
+
+
+_DECODE = (
+    ("int8", Tile(32)),
+    ("float8", Tile(32)),
+    ("int4", Tile(64)),
+    ("static", Tile(32, num_warps=2)),
+    ("wide", Tile(16)),
+)
+_PREFILL = tuple((family, Tile(32, num_warps=4, num_stages=2)) for family in FAMILIES)
+_VERIFY = tuple((family, replace(tile, num_warps=2)) for family, tile in _DECODE)
+_TILES = {"decode": _DECODE, "verify": _VERIFY, "prefill": _PREFILL}
+DEFAULT = Tuning()
+
+
+def family_of(encoding: str, *, row_scaled: bool) -> str:
+    """The family of tiles an encoding belongs to: codes without row words that may hold NaN cost more to read."""
+    if encoding in ("int8", "int4"):
+        return encoding
+    if encoding.startswith("e"):
+        return "float8" if row_scaled else "static"
+    return "wide"
+
+
+def load_tunings(path: Path) -> dict[str, Tuning]:
+    """Every arch's row of a `tuning.yaml`. Raises ConfigError for an arch named twice and for what `parse` refuses."""
+    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    found: dict[str, Tuning] = {}
+    for row in document["rows"]:
+        values = dict(row)
+        tuning = Tuning.parse({key: value for key, value in values.items() if key != "arches"})
+        for arch in values["arches"]:
+            if arch in found:
+                raise ConfigError(f"{path}: arch {arch!r} has two rows; give it one")
+            found[arch] = tuning
+    return found

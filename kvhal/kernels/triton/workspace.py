@@ -1,0 +1,188 @@
+"""How an attend call is cut on a GPU, and the bytes of workspace that takes. Pure arithmetic: no torch, no triton.
+
+An item is up to `tokens` consecutive queries of one sequence under one kv head; its columns are (query, query head)
+pairs. All items' tiles of keys form one line, of which each of a fixed number of programs takes an equal part
+(stream-K), so a launch depends on shapes only. A program that finishes an item alone writes the result; otherwise it
+leaves a partial result in one of its two slots (its first item and its last) and `reduce` joins them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kvhal.kernels.geometry import LayerGeometry
+from kvhal.kernels.triton.constants import pow2
+from kvhal.kernels.triton.tuning import DEFAULT, Tuning, family_of
+from kvhal.modes import Scaling
+
+__all__ = ["AttendCut", "AttendWorkspace", "triton_workspace_bytes"]
+
+ALIGNMENT = 64
+HEADER_BYTES = 64
+SCHEDULE_BYTES = 32
+SEQUENCE_BYTES = 32
+MAX_DECODE_QUERIES = 8
+PARTIAL_BYTES = 32 << 20
+# A tile of K or V held by one warp beyond this spills.
+TILE_BYTES_A_WARP = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class AttendCut:
+    """How one call is cut. rows: columns of the result an item has, a power of two; columns: of the score product.
+
+    tokens: queries an item. pairs: two columns a row, the high and the low part of the query.
+    """
+
+    prefill: bool
+    tokens: int
+    rows: int
+    columns: int
+    pairs: bool
+    keys: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int
+    slots: int
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def of(
+        cls,
+        g: LayerGeometry,
+        num_q_heads: int,
+        num_tokens: int,
+        num_seqs: int,
+        dtype: str,
+        tuning: Tuning,
+    ) -> AttendCut:
+        """The cut for `num_tokens` queries of `dtype` over `num_seqs` sequences."""
+        group = num_q_heads // g.num_kv_heads
+        each = -(-num_tokens // max(1, num_seqs))
+        return cls._cut(g, group, each, dtype, tuning)
+
+    @classmethod
+    def _cut(cls, g: LayerGeometry, group: int, each: int, dtype: str, tuning: Tuning) -> AttendCut:
+        """The cut for `each` queries a sequence."""
+        prefill = each > MAX_DECODE_QUERIES
+        most = tuning.verify_rows
+        if prefill:
+            most = tuning.careful_rows if is_careful(g) else tuning.prefill_rows
+        # Accumulators grow with the head, and masks for a head that is no power of two take registers too.
+        dim = max(g.k.head_dim, g.v.head_dim)
+        most = min(most, (4096 if is_careful(g) else 8192) // pow2(dim), 64 if dim == pow2(dim) else 32)
+        tokens = min(pow2(each), max(1, most // group))
+        pairs = needs_pairs(g.k.encoding.name, dtype)
+        rows = pow2(group * tokens)
+        columns = max(tuning.columns, rows * (2 if pairs else 1))
+        rows = columns // 2 if pairs else columns
+        tile = tuning.tile(_family(g), "prefill" if prefill else "decode" if tokens == 1 else "verify")
+        keys, stages, registers = tile.keys, tile.num_stages, tile.maxnreg
+        if g.v.codes.shape[4] == 1:
+            # A row-major V is turned in registers: short tiles, and all the registers there are.
+            keys, registers = min(keys, 32), 255 if registers else 0
+        wide = max(pow2(g.k.head_dim) * g.k.codes.itemsize, pow2(g.v.head_dim) * g.v.codes.itemsize)
+        needed = max(min(8, wide * min(keys, 32) // TILE_BYTES_A_WARP), 2 if rows >= 16 else 1)
+        warps = max(tile.num_warps, needed)
+        if warps > tile.num_warps or rows >= 16:
+            registers = 255 if registers else 0
+        while stages > 1 and stages * _tile_bytes(g, keys) > tuning.shared_bytes:
+            stages -= 1
+        partial = 4 * rows * (g.v.head_dim + 1)
+        slots = 2 * max(1, min(tuning.max_programs, PARTIAL_BYTES // (2 * partial)))
+        return cls(prefill, tokens, rows, columns, pairs, keys, warps, stages, registers, slots)
+
+    def programs(self, processors: int, tuning: Tuning) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """(the number of programs launched, the steps (tiles, programs) by which a smaller batch uses fewer)."""
+        most = self.slots // 2
+        if self.prefill:
+            count = min(most, processors * tuning.prefill_programs)
+            return count, ((1 << 62, count),) * 3
+        steps = tuple((tiles, min(most, each * processors)) for tiles, each in tuning.programs)
+        return steps[-1][1], steps
+
+
+@dataclass(frozen=True, slots=True)
+class AttendWorkspace:
+    """Byte offsets of one call's workspace.
+
+    header int64 [8] {virtual tiles, programs} | schedule int32 [programs][8] | sequences int32 [seqs][8] | start of
+    each sequence in the line int64 [seqs] | sequence of each row int32 [tokens] | lse fp32 [slots][rows] | partial
+    results fp32 [slots][rows][head_dim_v].
+    """
+
+    schedule: int
+    sequences: int
+    starts: int
+    rows: int
+    lse: int
+    partial: int
+    nbytes: int
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def of(cls, cut: AttendCut, dim: int, num_tokens: int, num_seqs: int) -> AttendWorkspace:
+        sizes = (
+            HEADER_BYTES,
+            SCHEDULE_BYTES * (cut.slots // 2),
+            SEQUENCE_BYTES * num_seqs,
+            8 * num_seqs,
+            4 * num_tokens,
+            4 * cut.slots * cut.rows,
+            4 * cut.slots * cut.rows * dim,
+        )
+        offsets, end = [], 0
+        for size in sizes:
+            offsets.append(end)
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+        _, schedule, sequences, starts, rows, lse, partial = offsets
+        return cls(schedule, sequences, starts, rows, lse, partial, end)
+
+
+@lru_cache(maxsize=1024)
+def triton_workspace_bytes(
+    geometry: LayerGeometry,
+    num_q_heads: int,
+    max_tokens: int,
+    max_seqs: int | None = None,
+    tuning: Tuning = DEFAULT,
+) -> int:
+    """Bytes of `workspace` that `attend` needs for up to `max_tokens` queries of up to `max_seqs` sequences.
+
+    At any context length and for any dtype of q. max_seqs: None means no more sequences than tokens.
+    """
+    tokens = max(1, max_tokens)
+    seqs = tokens if max_seqs is None else max(1, max_seqs)
+    group = num_q_heads // geometry.num_kv_heads
+    lengths = [n for n in (1, 2, 4, MAX_DECODE_QUERIES) if n == 1 or n < 2 * tokens]
+    if tokens > MAX_DECODE_QUERIES:
+        lengths.append(1 << 30)
+    cuts = [
+        AttendCut._cut(geometry, group, each, dtype, tuning) for each in lengths for dtype in ("float32", "bfloat16")
+    ]
+    return max(AttendWorkspace.of(cut, geometry.v.head_dim, tokens, seqs).nbytes for cut in cuts)
+
+
+def needs_pairs(encoding: str, dtype: str) -> bool:
+    """Whether q must be split in two to keep its precision in the product with keys of `encoding`."""
+    if encoding in ("int8", "int4"):
+        return True
+    return dtype == "float32" or (encoding == "bfloat16" and dtype != "bfloat16")
+
+
+def is_careful(g: LayerGeometry) -> bool:
+    """Whether V may hold NaN that only some queries see: codes without a row word carry it themselves."""
+    return g.v.scaling is not Scaling.ROW
+
+
+def _family(g: LayerGeometry) -> str:
+    """The family that decides the tile where keys and values differ: the wider, then the one without row words."""
+    order = ("int4", "int8", "float8", "static", "wide")
+    found = (family_of(s.encoding.name, row_scaled=s.scaling is Scaling.ROW) for s in (g.k, g.v))
+    return max(found, key=order.index)
+
+
+def _tile_bytes(g: LayerGeometry, keys: int) -> int:
+    rows = (g.k.codes.shape[3] * g.k.codes.itemsize, g.v.codes.shape[3] * g.v.codes.itemsize)
+    return keys * sum(pow2(n) for n in rows)

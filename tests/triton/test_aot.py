@@ -1,0 +1,55 @@
+"""A representative part of the ahead-of-time check; `kvhal verify --compile-only` runs all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvhal.kernels.aot import ARCHES, Compiled, Job, compile_all, shared_limit
+from kvhal.kernels.triton.tuning import load_tunings
+
+pytest.importorskip("triton", reason="triton is not installed; CI installs it")
+ROOT = Path(__file__).parents[2] / "platforms"
+TUNINGS = load_tunings(ROOT / "kvhal_cuda/tuning.yaml") | load_tunings(ROOT / "kvhal_rocm/tuning.yaml")
+INT8 = ("int8_per_token_head", "int8")
+# The encodings that the hardware converts itself.
+NATIVE = {"sm_89": "e4m3fn", "sm_90": "e4m3fn", "gfx942": "e4m3fnuz", "gfx950": "e4m3fn"}
+
+
+def sound(found: Compiled) -> None:
+    assert found.ok, (found.job, found.error)
+    assert found.scratch == 0, found
+    assert found.shared <= shared_limit(found.job.arch), found
+
+
+def test_every_arch_has_a_tuning() -> None:
+    assert set(TUNINGS) == set(ARCHES)
+
+
+def test_decode_on_every_arch_reads_wide_and_multiplies_in_matrix_units() -> None:
+    for found in compile_all([Job("attend", *INT8, arch) for arch in ARCHES], TUNINGS):
+        sound(found)
+        assert found.wide_loads >= 4, found
+        assert found.matrix >= 4, found
+
+
+def test_native_conversions_are_there() -> None:
+    jobs = [Job("attend", "fp8_per_token_head", encoding, arch) for arch, encoding in NATIVE.items()]
+    for found in compile_all(jobs, TUNINGS):
+        sound(found)
+        assert found.conversions >= 8, found
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_the_other_kernels(arch: str) -> None:
+    jobs = [Job(kernel, *INT8, arch) for kernel in ("gather", "reduce", "sequences", "schedule", "move")]
+    jobs += [Job("store", "int4_per_token_head", "int4", arch, phase="prefill")]
+    jobs += [Job("attend", "int4_per_token_head", "int4", arch, phase="prefill"), Job("attend", *INT8, arch, "inline")]
+    for found in compile_all(jobs, TUNINGS):
+        sound(found)
+
+
+def test_a_compiler_that_dies_fails_its_own_job_only() -> None:
+    jobs = [Job("move", *INT8, "sm_90"), Job("move", *INT8, "gfx000"), Job("move", *INT8, "sm_90")]
+    assert [found.ok for found in compile_all(jobs)] == [True, False, True]
