@@ -60,15 +60,16 @@ def a_cpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("a_cpu_build")
-def test_gfx942_keeps_fnuz_natively_and_says_why_it_does_not_run_yet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gfx942_keeps_fnuz_natively_and_waits_for_hardware(capsys: pytest.CaptureFixture[str]) -> None:
     for arch in ("gfx942", "gfx942:sramecc+:xnack-"):
         code, found = said(capsys, FP8, "--platform", "rocm", "--arch", arch)
         (decision,), (cell,) = found["decisions"], found["cells"]
         assert code == 3
         assert (found["arch"], decision["encoding"], decision["path"]) == ("gfx942", "e4m3fnuz", "native")
-        assert (decision["support"], decision["action"]) == ("broken", "refuse")
+        assert (decision["support"], decision["action"]) == ("experimental", "refuse")
+        assert (decision["proof"]["level"], decision["proof"]["status"]) == ("isa", "current")
         assert cell["encodings"] == ["e4m3fnuz", "e4m3fn"]
-        assert decision["assumed"] == ["torch 2.14.1", "triton 3.8.0"]
+        assert decision["assumed"] == ["torch 2.13.0", "triton 3.7.1"]
         assert found["versions"] == {}
 
 
@@ -76,19 +77,26 @@ def test_gfx942_keeps_fnuz_natively_and_says_why_it_does_not_run_yet(capsys: pyt
 def test_the_page_has_everything_a_decision_rests_on(capsys: pytest.CaptureFixture[str]) -> None:
     facts = page(capsys, FP8, "--platform", "rocm", "--arch", "gfx942")
     assert facts["mode"] == FP8
-    assert facts["verdict"].startswith("refused (broken")
+    assert facts["verdict"] == "refused (experimental: it needs an opt-in, or proof)"
     assert facts["path"] == "native"
     assert facts["encoding"] == "e4m3fnuz; also e4m3fn (emulated)"
     assert facts["holds for"] == "torch >=2.2 and triton >=3.2"
-    assert facts["versions"] == "torch 2.14.1 (assumed by the table), triton 3.8.0 (assumed by the table)"
-    assert facts["reason"].startswith("no kernel yet: gfx942 converts and multiplies only the FNUZ format")
-    assert facts["reason"].endswith("Triton's own cast takes 7186.")
+    assert facts["versions"] == "torch 2.13.0 (assumed by the table), triton 3.7.1 (assumed by the table)"
+    assert facts["reason"].startswith("it needs an opt-in (kvhal_rocm/capabilities.yaml:")
+    assert "experimental: There is isa evidence and no more; `kvhal verify" in facts["reason"]
+    assert "gfx942 converts and multiplies only the FNUZ format (e4m3fnuz) in hardware." in facts["reason"]
+    assert facts["reason"].endswith("Triton's own cast takes 7186.)")
+    assert facts["evidence"].startswith("isa, shipped ")
+    assert "(kvhal_rocm/evidence/isa-gfx942.json)" in facts["evidence"]
+    assert facts["what to do"].startswith("opt in with policy.experimental: allow, or prove it with `kvhal verify")
     assert "instruction-level emulator" in facts["row rests on"]
     assert facts["links"].split() == [
         "https://rocm.docs.amd.com/en/latest/_sources/reference/precision-support.rst",
         "https://github.com/triton-lang/triton/pull/7186",
     ]
-    file, line = facts["rule"].split(":")
+    policy, _, row = facts["rule"].partition(", over ")
+    assert policy == "policy.experimental"
+    file, line = row.split(":")
     text = (Path(__file__).parents[1] / "platforms" / file).read_text(encoding="utf-8").splitlines()
     assert text[int(line) - 1].startswith("  - archs: [gfx942]")
 
@@ -105,7 +113,7 @@ def test_sm_80_emulates_fp8_in_software_at_a_cost(capsys: pytest.CaptureFixture[
     ("args", "support", "path"),
     [
         (("fp8", "--platform", "rocm", "--arch", "gfx950", "--triton", "3.6"), "broken", "emulated"),
-        (("fp8", "--platform", "rocm", "--arch", "gfx950", "--triton", "3.7.0.dev1"), "broken", "native"),
+        (("fp8", "--platform", "rocm", "--arch", "gfx950", "--triton", "3.7.0.dev1"), "experimental", "native"),
         (("fp8", "--platform", "rocm", "--arch", "gfx942", "--torch", "2.1.2"), "refused", None),
         (("float16", "--platform", "cuda", "--arch", "sm_70", "--cuda", "12.6"), "broken", "native"),
         (("float16", "--platform", "cuda", "--arch", "sm_70", "--cuda", "13.0"), "refused", None),

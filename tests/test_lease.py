@@ -470,7 +470,7 @@ def test_200_cycles_of_allocate_profile_close_do_not_grow(hal: Hal) -> None:
     for _ in range(200):
         cycle()
     gc.collect()
-    assert count_storages() == storages
+    assert count_storages() <= storages
     # One object leaked a cycle would be 200; 200 leaked leases would be 212 MiB.
     assert len(gc.get_objects()) - objects < 100
     assert psutil.Process().memory_info().rss - resident < 32 * MIB

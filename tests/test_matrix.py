@@ -15,12 +15,14 @@ from kvhal.answers.ci_jobs import jobs
 from kvhal.answers.drift import check_drift
 from kvhal.answers.matrix import PlatformMatrix, counts, declared, known_here, platforms, reasons
 from kvhal.answers.runners import Container, Runner, Runners
+from kvhal.capability.cells import Cell
 from kvhal.capability.evidence import EvidenceFile, read_file, write_file
 from kvhal.capability.proof import Level
-from kvhal.capability.tables import capability_table
+from kvhal.capability.tables import capability_table, current_keys
+from kvhal.capability.versions import Versions
 from kvhal.cli.app import main
 from kvhal.errors import ConfigError
-from kvhal.modes import MODES
+from kvhal.modes import MODES, Scaling
 from kvhal.report.matrix_markdown import matrix_markdown
 from kvhal.report.matrix_marks import mark
 
@@ -46,6 +48,40 @@ platforms:
 def no_evidence_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return tmp_path / "config/kvhal/evidence"
+
+
+def expected(platform: str, at: Versions | None = None) -> dict[str, int]:
+    """How many cells of each support there must be, by the rows as written and the files shipped with them."""
+    table, at = capability_table(platform), at or Versions()
+    key = current_keys(table, at)
+    files = [read_file(path) for path in (ROOT / f"platforms/kvhal_{platform}/evidence").glob("*.json")]
+
+    def found(cell: Cell, level: Level, *, passed: bool, current: bool) -> bool:
+        """Whether a file answers so for every encoding of the cell, made at versions that its row is about."""
+        return any(
+            (result.mode, result.passed, file.arch, file.level) == (cell.mode, passed, cell.arch, level)
+            and set(cell.encodings) <= set(result.encodings)
+            and set(cell.when.dimensions) <= set(file.versions.conditions.releases)
+            and cell.when.hold(file.versions.conditions.releases)
+            and (not current or result.key == key(cell.mode, cell.arch))
+            for file in files
+            for result in file.cells
+        )
+
+    def stands(cell: Cell) -> str:
+        failed = found(cell, Level.HARDWARE, passed=False, current=True)
+        ran = found(cell, Level.HARDWARE, passed=True, current=False) and not failed
+        compiled = found(cell, Level.ISA, passed=True, current=True) and not failed
+        match cell.support.value:
+            case "run":
+                return "run" if ran or MODES[cell.mode].scaling is Scaling.NONE else "experimental"
+            case "broken" if cell.until is Level.ISA:
+                return "run" if ran else "experimental" if compiled else "broken"
+            case support:
+                return support
+
+    every = [stands(table.cell(mode, arch, at)) for mode in MODES for arch in table.archs]
+    return {support: every.count(support) for support in set(every)}
 
 
 def test_every_installed_platform_is_shown_the_reference_first() -> None:
@@ -77,9 +113,12 @@ def test_the_signs_on_the_page_are_those_of_the_table(capsys: pytest.CaptureFixt
             rows.setdefault(words[0], {}).update(zip(archs, words[1:], strict=True))
     matrix = known_here("rocm")
     assert rows == {mode: {arch: mark(matrix.cells[mode, arch]) for arch in matrix.archs} for mode in MODES}
-    assert rows["fp8_per_token_head"]["gfx942"] == "✗n*"
-    assert rows["fp8_per_token_head"]["gfx90a"] == "✗s"
-    assert rows["int8_per_token_head"]["gfx90a"] == "✗n"
+    # Compiled for the arch, and nothing more; nothing was compiled for gfx908.
+    assert rows["fp8_per_token_head"]["gfx942"] == "~n*"
+    assert rows["fp8_per_token_head"]["gfx90a"] == "~s"
+    assert rows["int8_per_token_head"]["gfx90a"] == "~n"
+    assert rows["fp8_per_token_head"]["gfx908"] == "✗s"
+    assert rows["int8_per_token_head"]["gfx908"] == "✗n"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
@@ -105,14 +144,19 @@ def test_counts_are_those_of_the_cells(capsys: pytest.CaptureFixture[str]) -> No
         assert len(one["operations"]) == 9 * archs == sum(one["counts"]["operations"].values())
         for support, count in one["counts"]["modes"].items():
             assert count == sum(cell["support"] == support for cell in one["cells"])
-    assert by_name["cuda"]["counts"]["modes"] == {"broken": 77, "refused": 7}
-    assert by_name["cuda"]["assumed"] == {"torch": "2.14.1", "triton": "3.8.0", "cuda": "13.2"}
+        assert one["counts"]["modes"] == (expected(name) if name != "cpu" else {"run": 9, "experimental": 5})
+    # CUDA 13 has no Volta: one arch, every mode.
+    assert by_name["cuda"]["counts"]["modes"]["refused"] == len(MODES)
+    assert by_name["cuda"]["assumed"] == {"torch": "2.13.0", "triton": "3.7.1", "cuda": "13.2"}
 
 
 def test_versions_that_are_given_change_the_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["matrix", "--platform", "cuda", "--cuda", "12.6", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["platforms"]
-    assert found["counts"]["modes"] == {"broken": 84}
+    # Volta is no longer refused, and nothing was compiled for it; no other row asks for the version of CUDA.
+    assumed = expected("cuda")
+    assumed["broken"] += assumed.pop("refused")
+    assert found["counts"]["modes"] == assumed == expected("cuda", Versions(cuda="12.6"))
     assert found["versions"]["cuda"] == "12.6"
 
 
@@ -167,7 +211,8 @@ def test_every_cell_of_the_document_leads_to_its_own_reason() -> None:
     matrix = declared("rocm")
     text = matrix_markdown((matrix,))
     numbers = {r.text: r.number for r in reasons((matrix,))}
-    (line,) = (row for row in text.splitlines() if row.startswith("| `gfx942` | ✗"))
+    # The table of the modes comes first, then that of the operations.
+    line, _ = (row for row in text.splitlines() if row.startswith("| `gfx942` | "))
     cells = line.strip("| ").split(" | ")[1:]
     for mode, cell in zip(MODES, cells, strict=True):
         answer = matrix.cells[mode, "gfx942"]
@@ -272,8 +317,6 @@ def evidence(tmp_path: Path) -> Callable[..., Path]:
     """Write the CPU's shipped evidence, for the kernels of now and changed as asked, into a folder of its own."""
 
     def made(change: Callable[[EvidenceFile], EvidenceFile] = lambda file: file) -> Path:
-        from kvhal.capability.tables import current_keys
-
         key = current_keys(capability_table("cpu"))
         shipped = read_file(SHIPPED)
         now = replace(shipped, cells=tuple(replace(c, key=key(c.mode, shipped.arch)) for c in shipped.cells))
@@ -291,13 +334,28 @@ def _changed(mode: str, **changes: Any) -> Callable[[EvidenceFile], EvidenceFile
     return change
 
 
+def _on(arch: str, *modes: str) -> Callable[[EvidenceFile], EvidenceFile]:
+    """The same results for some modes, as a machine with an NVIDIA GPU of this arch would write them."""
+
+    def change(file: EvidenceFile) -> EvidenceFile:
+        at = replace(file.versions, torch="2.14.1", triton="3.8.0", cuda="13.2")
+        key = current_keys(capability_table("cuda"), at.conditions)
+        cells = tuple(replace(c, key=key(c.mode, arch)) for c in file.cells if c.mode in modes)
+        return replace(file, platform="cuda", arch=arch, versions=at, cells=cells)
+
+    return change
+
+
 def test_evidence_that_agrees_is_no_drift(evidence: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     folder = evidence()
+    (cpus,) = folder.rglob("*.json")
+    write_file(_on("sm_90", *MODES)(read_file(cpus)), folder / "evidence-cuda-sm_90" / "cuda.json")
     found = check_drift(folder, Runners.from_text(RUNNERS, "r.yaml"))
     assert found.is_ok
-    assert {f.mode for f in found.agreed} == set(MODES)
+    claims = {("cpu", "x86_64", mode) for mode in MODES} | {("cuda", "sm_90", mode) for mode in MODES}
+    assert {(f.platform, f.arch, f.mode) for f in found.agreed} == claims
     assert main(["matrix", "--check-drift", str(folder)]) == 0
-    assert "ok: 7 claim(s) hold" in capsys.readouterr().out
+    assert "ok: 14 claim(s) hold" in capsys.readouterr().out
 
 
 def test_a_claim_that_fails_is_drift(evidence: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,17 +381,8 @@ def test_an_encoding_that_was_not_tested_is_drift(evidence: Callable[..., Path])
 
 
 def test_what_works_and_is_not_claimed_is_drift(evidence: Callable[..., Path]) -> None:
-    def on_sm_90(file: EvidenceFile) -> EvidenceFile:
-        from kvhal.capability.tables import current_keys
-
-        at = replace(file.versions, torch="2.14.1", triton="3.8.0", cuda="13.2")
-        key = current_keys(capability_table("cuda"), at.conditions)
-        (cell,) = (c for c in file.cells if c.mode == "int8_per_token_head")
-        cell = replace(cell, key=key(cell.mode, "sm_90"))
-        return replace(file, platform="cuda", arch="sm_90", versions=at, cells=(cell,))
-
-    (denied,) = check_drift(evidence(on_sm_90)).denied
-    assert (denied.platform, denied.arch, denied.mode) == ("cuda", "sm_90", "int8_per_token_head")
+    (denied,) = check_drift(evidence(_on("sm_80", "int8_per_token_head"))).denied
+    assert (denied.platform, denied.arch, denied.mode) == ("cuda", "sm_80", "int8_per_token_head")
     assert "declared broken and passed 182 tests; delete the debt" in denied.text
 
 
@@ -359,10 +408,11 @@ def test_what_says_nothing_of_these_tables_is_set_aside_and_named(
 def test_an_arch_that_has_a_runner_and_claims_owes_evidence(tmp_path: Path) -> None:
     runners = Runners.from_text(RUNNERS, "r.yaml")
     found = check_drift(tmp_path, runners)
-    # The GPUs claim nothing yet, so only the CPU's is missing.
-    assert [(f.platform, f.arch) for f in found.denied] == [("cpu", "x86_64")]
+    # No AMD GPU is claimed to run a mode yet, so gfx942 owes nothing.
+    assert [(f.platform, f.arch) for f in found.denied] == [("cpu", "x86_64"), ("cuda", "sm_90")]
+    assert all(mode in f.text for f in found.denied for mode in MODES)
     assert check_drift(tmp_path).is_ok
-    assert check_drift(tmp_path, runners, "cuda").is_ok
+    assert check_drift(tmp_path, runners, "rocm").is_ok
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
@@ -381,4 +431,6 @@ def test_a_damaged_evidence_file_exits_2(evidence: Callable[..., Path], capsys: 
 
 def test_counts_leave_out_what_there_is_none_of() -> None:
     matrix: PlatformMatrix = declared("rocm")
-    assert {s.value: n for s, n in counts(matrix.cells.values()).items()} == {"broken": 119}
+    found = {s.value: n for s, n in counts(matrix.cells.values()).items()}
+    assert found == expected("rocm")
+    assert list(found) == ["experimental", "broken", "refused"]
