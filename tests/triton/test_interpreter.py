@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed; CI installs it")
 HERE = Path(__file__).parent / "interpreted"
 
 
