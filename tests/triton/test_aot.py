@@ -49,6 +49,14 @@ def test_the_other_kernels(arch: str) -> None:
         sound(found)
 
 
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942", "gfx1201"])
+def test_short_heads_compile(arch: str) -> None:
+    """A product of integers sums over 32 channels at least, however few a row has."""
+    modes = (("int4_per_token_head", "int4", 24), (*INT8, 16), (*INT8, 8), ("fp8_per_token_head", "e4m3fn", 8))
+    for found in compile_all([Job("attend", *mode, arch, head_dim=dim) for *mode, dim in modes], TUNINGS):
+        sound(found)
+
+
 def test_a_compiler_that_dies_fails_its_own_job_only() -> None:
     jobs = [Job("move", *INT8, "sm_90"), Job("move", *INT8, "gfx000"), Job("move", *INT8, "sm_90")]
     assert [found.ok for found in compile_all(jobs)] == [True, False, True]

@@ -28,7 +28,8 @@ class Rows(NamedTuple):
     """Keys or values as a kernel sees them; byte strides as in `page.py`.
 
     width: items a row (head_dim, or head_dim/2 packed int4 codes). block: `width` rounded up to a power of two, at
-    least 16. bias, mantissa: of an 8-bit float encoding, else 0. nan_code: canonical NaN of an 8-bit float, else 0.
+    least what a matrix product must sum over: 32 for integer codes, 16 for the others. bias, mantissa: of an 8-bit
+    float encoding, else 0. nan_code: canonical NaN of an 8-bit float, else 0.
     """
 
     encoding: str
@@ -91,7 +92,7 @@ def _rows(of: StoreGeometry) -> Rows:
         scaling=of.scaling.value,
         dim=of.head_dim,
         width=width,
-        block=max(16, pow2(width)),
+        block=max(16 if mantissa or codes.itemsize > 1 else 32, pow2(width)),
         size=codes.itemsize,
         bias=bias,
         mantissa=mantissa,

@@ -24,6 +24,7 @@ SCHEDULE_BYTES = 32
 SEQUENCE_BYTES = 32
 MAX_DECODE_QUERIES = 8
 PARTIAL_BYTES = 32 << 20
+DTYPES = ("float32", "bfloat16", "float16")
 # A tile of K or V held by one warp beyond this spills.
 TILE_BYTES_A_WARP = 4096
 
@@ -155,12 +156,9 @@ def triton_workspace_bytes(
     tokens = max(1, max_tokens)
     seqs = tokens if max_seqs is None else max(1, max_seqs)
     group = num_q_heads // geometry.num_kv_heads
-    lengths = [n for n in (1, 2, 4, MAX_DECODE_QUERIES) if n == 1 or n < 2 * tokens]
-    if tokens > MAX_DECODE_QUERIES:
-        lengths.append(1 << 30)
-    cuts = [
-        AttendCut._cut(geometry, group, each, dtype, tuning) for each in lengths for dtype in ("float32", "bfloat16")
-    ]
+    # Every number of queries a sequence may bring, up to the power of two that a cut rounds it to.
+    lengths = [1 << n for n in range(tokens.bit_length() + 1)]
+    cuts = [AttendCut._cut(geometry, group, each, dtype, tuning) for each in lengths for dtype in DTYPES]
     return max(AttendWorkspace.of(cut, geometry.v.head_dim, tokens, seqs).nbytes for cut in cuts)
 
 
