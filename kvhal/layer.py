@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -119,11 +119,25 @@ class LayerCache:
         if out is None:
             out = torch.empty((q.shape[0], q.shape[1], self.geometry.v.head_dim), dtype=q.dtype, device=q.device)
         factor = self.geometry.k.head_dim**-0.5 if scale is None else scale
-        torch.ops.kvhal.attend(
+        given = (
             cache, q, table, lengths, starts, sinks, workspace, out, lse,
             self._packed, factor, softcap, self._lease.is_checked,
         )  # fmt: skip
+        if isinstance(block_table, Step) and not torch.compiler.is_compiling():
+            self._attend_step(block_table, q, given)
+        else:
+            torch.ops.kvhal.attend(*given)
         return out
+
+    def _attend_step(self, step: Step, q: torch.Tensor, given: tuple[Any, ...]) -> None:
+        """Attend with the schedule that another layer made for this step, or make it for those that follow."""
+        # A schedule made outside a graph is not remade when the graph is replayed.
+        call = (q.shape, q.dtype, self._lease.is_capturing)
+        serves = step.serves(self.layer, call)
+        if not serves:
+            step.forget_schedule()
+        torch.ops.kvhal.attend(*given, serves)
+        step.served(self.layer, call, anew=not serves)
 
     def _plain(
         self, q: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor | None, query_lens: torch.Tensor | None

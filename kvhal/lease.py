@@ -262,9 +262,14 @@ class CacheLease:
     def is_forked(self) -> bool:
         return self._state is _State.FORKED
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured on the current stream."""
+        return self._platform.is_capturing(self.device)
+
     def check_not_capturing(self, action: str) -> None:
         """Raise CaptureActive if a graph is being captured on the current stream."""
-        if self._platform.is_capturing(self.device):
+        if self.is_capturing:
             raise CaptureActive(f"{action} and a graph is being captured; do that before the capture")
 
     def cache_tensor(self) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +33,8 @@ class Step:
         self.nbytes = region.nbytes
         self._lease = lease
         self._region = region
+        self._scheduled: tuple[Hashable, ...] | None = None
+        self._served: set[int] = set()
         # Kept rather than made on each use: compiled code needs the same tensors, and store and attend make nothing.
         self._tensors = {"workspace": region.tensor("uint8", layout.workspace, (layout.workspace_bytes,), (1,))}
         for name, (dtype, offset, shape, strides) in _arrays(layout).items():
@@ -82,6 +84,7 @@ class Step:
         Not for several threads at once. Raises SpecMismatch for what does not fit.
         """
         self._lease.check_open()
+        self.forget_schedule()
         if slots is not None:
             self._fill("slots", slots, -1)
         if block_table is not None:
@@ -92,6 +95,25 @@ class Step:
             query_lens = torch.ones_like(seq_lens)
         if query_lens is not None:
             self._fill_starts(query_lens)
+
+    def serves(self, layer: int, call: tuple[Hashable, ...]) -> bool:
+        """Whether the schedule in the workspace is for this attend. call: all it depends on but the step's arrays.
+
+        It serves each layer of the group once: a layer that comes again is the next step, whose arrays may have been
+        refilled through a bound buffer or before a replay. Only `LayerCache.attend` calls this.
+        """
+        return self._scheduled == call and layer not in self._served
+
+    def served(self, layer: int, call: tuple[Hashable, ...], *, anew: bool) -> None:
+        """Note that `layer` has attended, and (anew) made the schedule for the layers that follow."""
+        if anew:
+            self._scheduled = call
+            self._served.clear()
+        self._served.add(layer)
+
+    def forget_schedule(self) -> None:
+        """The next attend makes its own."""
+        self._scheduled = None
 
     def _array(self, name: str) -> torch.Tensor:
         if name not in self._tensors:

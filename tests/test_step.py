@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvhal import CacheSpec, SpecMismatch
 from kvhal.hal import Hal
@@ -143,3 +144,50 @@ def test_attend_asks_for_what_it_needs(lease: CacheLease) -> None:
         layer.attend(torch.zeros(2, 4, 32), table)
     with pytest.raises(SpecMismatch, match="pass query_lens"):
         layer.attend(torch.zeros(3, 4, 32), table, torch.tensor([1, 1]))
+
+
+class Flags(TorchDispatchMode):
+    """Notes the `prepared` argument of every attend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.kvhal.attend.default:
+            self.found.append(len(args) > 13 and args[13])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_schedule_serves_each_layer_once(hal: Hal, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = CacheSpec.uniform(mode="int8_per_token_head", **(SPEC | {"num_layers": 3}))
+    with hal.allocate(hal.plan(spec, num_blocks=16, max_seqs=4, max_tokens=8, max_context=64)) as lease:
+        step, q = lease.step(), torch.randn(4, 4, 32)
+        a, b, c = (lease.layer(i) for i in range(3))
+        with Flags() as flags:
+
+            def attended(*layers: Any, q: torch.Tensor = q) -> list[bool]:
+                flags.found.clear()
+                for layer in layers:
+                    layer.attend(q, step)
+                return list(flags.found)
+
+            assert attended(a, b, c) == [False, True, True]
+            # An engine that refills a bound buffer, or replays, says nothing: the layer that comes again does.
+            assert attended(a, b, c) == [False, True, True]
+            assert attended(b) == [False]
+            step.update(seq_lens=torch.tensor([1], dtype=torch.int32))
+            assert attended(c, a) == [False, True]
+            assert attended(b, q=q[:2]) == [False]
+            assert attended(a, q=q[:2].double().float()) == [True]
+            assert attended(c, q=q[:2].bfloat16()) == [False]
+            step.update()
+            with pytest.raises(SpecMismatch):
+                a.attend(q[:2].bfloat16(), step, sinks=torch.zeros(3))
+            assert attended(b, q=q[:2].bfloat16()) == [False]
+            # What ran before a capture is not in the graph.
+            monkeypatch.setattr(type(lease), "is_capturing", property(lambda _: True))
+            assert attended(a, b, q=q[:2].bfloat16()) == [False, True]
+            monkeypatch.undo()
+            assert attended(c, q=q[:2].bfloat16()) == [False]
+            assert lease.layer(1).attend(q, torch.zeros(4, 1).int(), torch.ones(4).int()).shape == q.shape

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from kvhal.kernels.geometry import LayerGeometry
-from kvhal.kernels.triton.tuning import DEFAULT, Tuning
+from kvhal.kernels.triton.tuning import DEFAULT, PHASES, Tuning
 from kvhal.layout import Layout
 from kvhal.spec import CacheSpec
 
@@ -38,7 +38,6 @@ ARCHES = NVIDIA + AMD
 KERNELS = ("store", "gather", "attend", "reduce", "sequences", "schedule", "move")
 # Those that read no codes: one compile serves every mode.
 CODELESS = ("reduce", "sequences", "schedule", "move")
-PHASES = ("decode", "verify", "prefill")
 MODES = (
     ("bfloat16", "bfloat16"),
     ("float16", "float16"),
@@ -68,7 +67,7 @@ _AMD_SHARED = 64 << 10
 class Job:
     """One kernel to compile.
 
-    phase: decode, verify (a few queries a sequence) or prefill; for store: one token or sixteen.
+    phase: one of `tuning.PHASES`; for store: one token or sixteen.
     """
 
     kernel: str

@@ -3,7 +3,8 @@
 Importing this module registers them, once a process. The cache is an argument that the operator mutates, so tracing,
 functionalisation and compilation see every store; geometry travels as integers (`LayerGeometry.pack`,
 `PageGeometry.pack`). Other devices register for their own dispatch key. What each does stands in `reference.py` and
-`attention.py`.
+`attention.py`. prepared: an attend over another layer of the same group has checked these very arrays and left its
+schedule in `workspace`, for as many tokens and query heads of the same dtype; kernels that make none ignore it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SCHEMAS = {
     "attend": (
         "(Tensor(a!) cache, Tensor q, Tensor block_table, Tensor seq_lens, Tensor query_starts, Tensor? sinks, "
         "Tensor(b!) workspace, Tensor(c!) out, Tensor(d!)? lse, int[] geometry, float scale, float softcap, "
-        "bool checked) -> ()"
+        "bool checked, bool prepared=False) -> ()"
     ),
     "copy_blocks": "(Tensor(a!) cache, Tensor pairs, int[] pages, bool checked) -> ()",
 }
@@ -55,7 +56,9 @@ def _attend(
     scale: float,
     softcap: float,
     checked: bool,
+    prepared: bool = False,
 ) -> None:
+    del prepared
     attention.attend(
         cache,
         q,

@@ -83,6 +83,9 @@ def attend_kernel(  # noqa: PLR0915  # one kernel, one function
     item = tl.load(row + 2)
     start = tl.load(row + 3)
     rest = tl.load(row + 4)
+    first_row = tl.load(row + 5)
+    queries = tl.load(row + 6)
+    length = tl.load(row + 7)
     entries = (workspace + sequences_at).to(tl.pointer_type(tl.int32))
     k_scale = scale
     v_scale = 1.0
@@ -91,9 +94,6 @@ def attend_kernel(  # noqa: PLR0915  # one kernel, one function
     if P.v.scaling == "static":
         v_scale = v_scale * tl.load((cache + scales_offset).to(tl.pointer_type(tl.float32)) + 1)
     while rest > 0:
-        first_row = tl.load(entries + b * 8)
-        queries = tl.load(entries + b * 8 + 1)
-        length = tl.load(entries + b * 8 + 2)
         low, high = item_tiles(item * TOKENS, queries, length, TOKENS, KEYS, P.window)
         stop = tl.minimum(start + rest, high - low + PROLOGUE)
         rest -= stop - start
@@ -167,6 +167,9 @@ def attend_kernel(  # noqa: PLR0915  # one kernel, one function
                 if rest > 0:
                     while tl.load(entries + b * 8 + 3) == 0:
                         b += 1
+                    first_row = tl.load(entries + b * 8)
+                    queries = tl.load(entries + b * 8 + 1)
+                    length = tl.load(entries + b * 8 + 2)
 
 
 @triton.jit

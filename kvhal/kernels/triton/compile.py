@@ -50,8 +50,8 @@ POINTERS = {
 # Eight bytes a layer, so only every second one is aligned.
 UNALIGNED = ("scales_offset",)
 TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
-# Query tokens a sequence of 64: one, four to verify, a chunk of a prompt.
-TOKENS = {"decode": 1, "verify": 4, "prefill": 64}
+# Query tokens a sequence of 64: one, four or eight to verify, a chunk of a prompt.
+TOKENS = {"decode": 1, "verify": 4, "verify_many": 8, "prefill": 64}
 WAVE_64 = "gfx9"
 
 

@@ -38,6 +38,7 @@ def _attend(
     scale: float,
     softcap: float,
     checked: bool,
+    prepared: bool = False,
 ) -> None:
     launch.attend(
         cache,
@@ -53,6 +54,7 @@ def _attend(
         scale=scale,
         softcap=softcap,
         checked=checked,
+        prepared=prepared,
     )
 
 

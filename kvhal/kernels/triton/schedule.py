@@ -116,9 +116,12 @@ def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
     PROLOGUE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Program i: where attend programs 32 i to 32 i + 31 start: {sequence, head, item, virtual tile, tiles to do}.
+    """Program i: where attend programs 32 i to 32 i + 31 start.
 
-    A virtual line holds, for each sequence, head and item, PROLOGUE empty tiles and then its tiles of keys.
+    A row: {sequence, head, item, virtual tile, tiles to do} and the sequence's {first row, queries, length}, so that a
+    program needs no second look before it can load its queries and keys.
+
+    The virtual line holds, for each sequence, head and item, PROLOGUE empty tiles and then its tiles of keys.
     """
     lane = tl.arange(0, CHUNK)
     entries = (workspace + sequences_at).to(tl.pointer_type(tl.int32))
@@ -170,6 +173,9 @@ def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
     tl.store(row + 2, item, mask=exists)
     tl.store(row + 3, rest.to(tl.int32), mask=exists)
     tl.store(row + 4, (end - at).to(tl.int32), mask=exists)
+    tl.store(row + 5, tl.load(entry), mask=exists)
+    tl.store(row + 6, queries, mask=exists)
+    tl.store(row + 7, length, mask=exists)
     if tl.program_id(0) == 0:
         header = workspace.to(tl.pointer_type(tl.int64))
         tl.store(header, line)

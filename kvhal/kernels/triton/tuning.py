@@ -11,10 +11,10 @@ import yaml
 
 from kvhal.errors import ConfigError
 
-__all__ = ["DEFAULT", "FAMILIES", "Tile", "Tuning", "family_of", "load_tunings"]
+__all__ = ["DEFAULT", "FAMILIES", "PHASES", "Tile", "Tuning", "family_of", "load_tunings"]
 
 FAMILIES = ("int8", "float8", "int4", "static", "wide")
-PHASES = ("decode", "verify", "prefill")
+PHASES = ("decode", "verify", "verify_many", "prefill")
 CONVERSIONS = ("arithmetic", "cast", "asm")
 
 
@@ -32,7 +32,8 @@ class Tile:
 class Tuning:
     """What is measured rather than derived; the same numbers come out whatever stands here.
 
-    decode, verify (2 to 8 queries a sequence), prefill: (family of encodings, Tile) pairs; none means the default's.
+    decode (items of up to 8 rows), verify (16), verify_many (more; up to 8 queries a sequence), prefill: (family of
+    encodings, Tile) pairs; none means the default's.
     columns: the least columns of a matrix product. pad_weights: pad the weights of V to `columns` (AMD matrix cores).
     conversion: how int8 and int4 codes become fp16. hardware: encodings whose conversion instructions are proven equal
     to the codec. verify_rows, prefill_rows, careful_rows: most rows of the result an item has (the last: of prefill
@@ -43,6 +44,7 @@ class Tuning:
 
     decode: tuple[tuple[str, Tile], ...] = ()
     verify: tuple[tuple[str, Tile], ...] = ()
+    verify_many: tuple[tuple[str, Tile], ...] = ()
     prefill: tuple[tuple[str, Tile], ...] = ()
     columns: int = 8
     pad_weights: bool = False
@@ -84,8 +86,8 @@ class Tuning:
 
     def tile(self, family: str, phase: str) -> Tile:
         """The tile of a family, from this row or the default."""
-        of = {"decode": self.decode, "verify": self.verify, "prefill": self.prefill}[phase]
-        return dict(of or _TILES[phase])[family]
+        of = getattr(self, phase) or (self.verify if phase == "verify_many" else ()) or _TILES[phase]
+        return dict(of)[family]
 
 
 _DECODE = (
@@ -97,7 +99,7 @@ _DECODE = (
 )
 _PREFILL = tuple((family, Tile(32, num_warps=4, num_stages=2)) for family in FAMILIES)
 _VERIFY = tuple((family, replace(tile, num_warps=2)) for family, tile in _DECODE)
-_TILES = {"decode": _DECODE, "verify": _VERIFY, "prefill": _PREFILL}
+_TILES = {"decode": _DECODE, "verify": _VERIFY, "verify_many": _VERIFY, "prefill": _PREFILL}
 DEFAULT = Tuning()
 
 

@@ -24,9 +24,14 @@ SCHEDULE_BYTES = 32
 SEQUENCE_BYTES = 32
 MAX_DECODE_QUERIES = 8
 PARTIAL_BYTES = 32 << 20
+# Registers of a multiprocessor (CUDA C++ Programming Guide, compute capability 8.0 to 12.0).
+REGISTERS = 65536
 DTYPES = ("float32", "bfloat16", "float16")
-# A tile of K or V held by one warp beyond this spills.
-TILE_BYTES_A_WARP = 4096
+# What one warp holds without spilling: bytes of a tile of K or V, keys x channels of it, rows x channels of the result.
+TILE_BYTES_A_WARP = 8192
+KEYS_BY_CHANNELS = 8192
+ACCUMULATED = 8192
+MOST_REGISTERS = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +77,23 @@ class AttendCut:
             most = tuning.careful_rows if is_careful(g) else tuning.prefill_rows
         # Accumulators grow with the head, and masks for a head that is no power of two take registers too.
         dim = max(g.k.head_dim, g.v.head_dim)
-        most = min(most, (4096 if is_careful(g) else 8192) // pow2(dim), 64 if dim == pow2(dim) else 32)
+        most = min(most, ACCUMULATED // (2 * pow2(dim) if is_careful(g) else pow2(dim)), 64 if dim == pow2(dim) else 32)
         tokens = min(pow2(each), max(1, most // group))
         pairs = needs_pairs(g.k.encoding.name, dtype)
         rows = pow2(group * tokens)
         columns = max(tuning.columns, rows * (2 if pairs else 1))
         rows = columns // 2 if pairs else columns
-        tile = tuning.tile(_family(g), "prefill" if prefill else "decode" if tokens == 1 else "verify")
+        tile = tuning.tile(_family(g), phase_of(rows, prefill=prefill))
         keys, stages, registers = tile.keys, tile.num_stages, tile.maxnreg
+        if not prefill:
+            keys = max(16, min(keys, KEYS_BY_CHANNELS // pow2(dim)))
         if g.v.codes.shape[4] == 1:
-            # A row-major V is turned in registers: short tiles, and all the registers there are.
-            keys, registers = min(keys, 32), 255 if registers else 0
+            # A row-major V is turned in registers: short tiles.
+            keys = min(keys, 32)
         wide = max(pow2(g.k.head_dim) * g.k.codes.itemsize, pow2(g.v.head_dim) * g.v.codes.itemsize)
-        needed = max(min(8, wide * min(keys, 32) // TILE_BYTES_A_WARP), 2 if rows >= 16 else 1)
-        warps = max(tile.num_warps, needed)
-        if warps > tile.num_warps or rows >= 16:
-            registers = 255 if registers else 0
+        warps = max(tile.num_warps, min(8, wide * min(keys, 32) // TILE_BYTES_A_WARP))
+        if registers and (warps > tile.num_warps or dim > 128 or g.v.codes.shape[4] == 1):
+            registers = MOST_REGISTERS
         while stages > 1 and stages * _tile_bytes(g, keys) > tuning.shared_bytes:
             stages -= 1
         partial = 4 * rows * (g.v.head_dim + 1)
@@ -95,13 +101,15 @@ class AttendCut:
         return cls(prefill, tokens, rows, columns, pairs, keys, warps, stages, registers, slots)
 
     def programs(self, processors: int, tuning: Tuning) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """(the number of programs launched, the steps (tiles, programs) by which a smaller batch uses fewer)."""
+        """(the number of programs launched, the steps (tiles, programs) by which a smaller batch uses fewer).
+
+        Never more than run at once: a program that starts when another ends only adds its own beginning to the end.
+        """
         most = self.slots // 2
-        if self.prefill:
-            count = min(most, processors * tuning.prefill_programs)
-            return count, ((1 << 62, count),) * 3
-        steps = tuple((tiles, min(most, each * processors)) for tiles, each in tuning.programs)
-        return steps[-1][1], steps
+        at_once = REGISTERS // (32 * self.num_warps * self.maxnreg) if self.maxnreg else most
+        steps = ((1 << 62, tuning.prefill_programs),) * 3 if self.prefill else tuning.programs
+        found = tuple((tiles, min(most, max(1, min(each, at_once)) * processors)) for tiles, each in steps)
+        return found[-1][1], found
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +175,13 @@ def needs_pairs(encoding: str, dtype: str) -> bool:
     if encoding in ("int8", "int4"):
         return True
     return dtype == "float32" or (encoding == "bfloat16" and dtype != "bfloat16")
+
+
+def phase_of(rows: int, *, prefill: bool) -> str:
+    """Which of a family's tiles serves items of so many rows."""
+    if prefill:
+        return "prefill"
+    return "decode" if rows <= 8 else "verify" if rows <= 16 else "verify_many"
 
 
 def is_careful(g: LayerGeometry) -> bool:
