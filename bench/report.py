@@ -16,7 +16,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Figure", "paired", "show"]
+from kvhal.detection.installed import installed_triton, installed_versions
+from kvhal.hal import Hal
+
+__all__ = ["Figure", "gpu_machine", "machine", "paired", "show"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,24 @@ def machine() -> dict[str, str | int]:
     found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     return {
         "machine": found[1] if found else platform.processor(),
+        "arch": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "triton": installed_triton() or "absent",
         "python": platform.python_version(),
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def gpu_machine(found: Hal) -> dict[str, str | int]:
+    """As `machine`, for a benchmark of a GPU: `machine` and `arch` are the device's, `host` is the processor."""
+    host = machine()
+    return host | {
+        "machine": torch.cuda.get_device_name(found.device.index),
+        "arch": found.device.arch,
+        "driver": installed_versions().driver or "unknown",
+        "host": host["machine"],
     }
 
 

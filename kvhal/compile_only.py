@@ -23,7 +23,7 @@ from kvhal.capability.cells import Path as ComputePath
 from kvhal.capability.evidence import CellResult, EvidenceFile, EvidenceVersions, site_folder, write_file
 from kvhal.capability.proof import Key, Level
 from kvhal.capability.table import CapabilityTable
-from kvhal.capability.tables import capability_table, current_keys, table_file
+from kvhal.capability.tables import TUNING_FILE, capability_table, current_keys, table_file
 from kvhal.capability.versions import Versions
 from kvhal.detection.installed import installed_versions
 from kvhal.detection.registry import names
@@ -37,7 +37,6 @@ __all__ = ["HEAD_DIMS", "QUICK_HEAD_DIMS", "ArchResult", "compile_only"]
 
 HEAD_DIMS = (64, 128, 256)
 QUICK_HEAD_DIMS = (128,)
-TUNING_FILE = "tuning.yaml"
 # One core of a build machine, measured with Triton 3.7; what was compiled before comes from Triton's cache at once.
 _SECONDS_A_JOB = 0.8
 _SECONDS_A_CHILD = 4.0

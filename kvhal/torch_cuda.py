@@ -14,17 +14,20 @@ from typing import ClassVar
 
 import torch
 
-from kvhal.contract import Confirmation, KernelSet
+from kvhal.contract import Adopted, Confirmation, KernelSet
 from kvhal.cuda_runtime import CudaRuntime, OpenDevice, TorchRuntime
 from kvhal.detection.child_probe import AskChild, ChildAnswer, ask_child
 from kvhal.detection.host import HostFacts
 from kvhal.detection.probe import DeviceFacts
-from kvhal.errors import DeviceError
+from kvhal.errors import DeviceError, SpecMismatch
 from kvhal.kernels.triton.kernel_set import TRITON, TritonWorkspace
-from kvhal.kernels.triton.tuning import DEFAULT, Tuning, load_tunings
+from kvhal.kernels.triton.tuning import Tuning
+from kvhal.lease import CacheLease
+from kvhal.plan import Plan
 from kvhal.readings import Figure, Known, MemoryReading, Unknown
 from kvhal.torch_errors import mapped
 from kvhal.torch_platform import RELEASED_SHARE, TorchPlatform
+from kvhal.tune.overlay import tuning_in_use
 
 __all__ = ["SEGMENT_BYTES", "Clock", "DriverReading", "Seams", "TorchCudaPlatform"]
 
@@ -125,8 +128,18 @@ class TorchCudaPlatform(TorchPlatform):
         return KernelSet("triton", TritonWorkspace(self.tuning(arch)), TRITON)
 
     def tuning(self, arch: str) -> Tuning:
-        """The row of this arch; what has none runs the portable default."""
-        return load_tunings(self.tuning_file).get(arch, DEFAULT)
+        """The row of this arch, the user's own numbers over the shipped ones; read once a process (`tune/overlay`)."""
+        return tuning_in_use(self.tuning_file, arch)
+
+    def _allocate(self, plan: Plan, device: DeviceFacts, memory: Adopted | None) -> CacheLease:
+        """As of every adapter, of a plan whose workspace is sized by the row that launches on `device` will use."""
+        row = self.tuning(device.arch)
+        if any(isinstance(of, TritonWorkspace) and of.tuning != row for of in plan.workspaces):
+            raise SpecMismatch(
+                f"a cache on {_where(device)} ({device.arch}) was asked for by a plan whose workspace is sized for "
+                "another tuning row (another arch, or a process with another overlay); plan anew in this process"
+            )
+        return super()._allocate(plan, device, memory)
 
     def _use_kernels(self, device: DeviceFacts) -> None:
         """Register the operators, and the tile shapes for this device. Triton is imported here and no earlier."""

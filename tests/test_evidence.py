@@ -114,7 +114,7 @@ def test_plain_modes_need_no_evidence(mode: str) -> None:
         (replace(KEY, kernel="bbbb"), "made for other kernel sources"),
         (replace(KEY, triton="3.7"), "made for Triton 3.6 (now 3.7)"),
         (replace(KEY, triton=None), "made for Triton 3.6 (now none)"),
-        (replace(KEY, tuning=None), "made for tuning row row 1 (now none)"),
+        (replace(KEY, tuning=None), "made for tuning row row 1 (now shipped)"),
         (Key("chip", "bbbb", "row 2", "3.6"), "made for other kernel sources and tuning row row 1 (now row 2)"),
     ],
 )

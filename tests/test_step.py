@@ -161,7 +161,8 @@ class Flags(TorchDispatchMode):
 
 def test_a_schedule_serves_each_layer_once(hal: Hal, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = CacheSpec.uniform(mode="int8_per_token_head", **(SPEC | {"num_layers": 3}))
-    with hal.allocate(hal.plan(spec, num_blocks=16, max_seqs=4, max_tokens=8, max_context=64)) as lease:
+    plan = hal.plan(spec, num_blocks=16, max_seqs=4, max_tokens=8, max_context=64, addressing="counted")
+    with hal.allocate(plan) as lease:
         step, q = lease.step(), torch.randn(4, 4, 32)
         a, b, c = (lease.layer(i) for i in range(3))
         with Flags() as flags:

@@ -26,6 +26,7 @@ from kvhal.capability.versions import Conditions, Versions
 from kvhal.errors import ConfigError, Problem
 from kvhal.modes import MODES, Scaling
 from kvhal.source.textfile import read_text
+from kvhal.source.user_folder import user_folder
 
 __all__ = [
     "SCHEMA",
@@ -236,11 +237,8 @@ def _holds(when: Conditions | None, versions: EvidenceVersions) -> bool:
 
 
 def site_folder(env: Mapping[str, str] = os.environ) -> Path:
-    """The user's own evidence: `kvhal/evidence` in XDG_CONFIG_HOME, else in ~/.config."""
-    # The XDG base directory specification: a relative path there is to be ignored.
-    base = env.get("XDG_CONFIG_HOME", "")
-    home = Path(base) if Path(base).is_absolute() else Path(env.get("HOME", "~")).expanduser() / ".config"
-    return home / "kvhal" / "evidence"
+    """The user's own evidence: `evidence` in their folder."""
+    return user_folder(env) / "evidence"
 
 
 def read_folder(folder: Path, label: str | None = None, *, is_optional: bool = False) -> list[tuple[str, EvidenceFile]]:

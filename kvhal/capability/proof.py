@@ -36,7 +36,8 @@ class Status(Enum):
 class Key:
     """What evidence is about: an arch, the kernels (`kernels.fingerprint`), the tuning row and the Triton minor.
 
-    tuning, triton: None where the kernels have no tuning row or are not written in Triton.
+    tuning: a hash of the user's own row (`kvhal tune`); None for the shipped row, or where the kernels have none.
+    triton: None where the kernels are not written in Triton.
     """
 
     arch: str
@@ -51,7 +52,7 @@ class Key:
             for text, is_changed in (
                 (f"another arch ({old.arch})", old.arch != self.arch),
                 ("other kernel sources", old.kernel != self.kernel),
-                (f"tuning row {old.tuning or 'none'} (now {self.tuning or 'none'})", old.tuning != self.tuning),
+                (f"tuning row {old.tuning or 'shipped'} (now {self.tuning or 'shipped'})", old.tuning != self.tuning),
                 (f"Triton {old.triton or 'none'} (now {self.triton or 'none'})", old.triton != self.triton),
             )
             if is_changed

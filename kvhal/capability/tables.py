@@ -6,6 +6,7 @@ What a user may rely on is the table in the light of the evidence (`proved`), no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,21 +18,25 @@ from kvhal.detection.installed import installed_triton
 from kvhal.detection.registry import installed, names
 from kvhal.errors import PlatformError
 from kvhal.kernels.fingerprint import REFERENCE, fingerprint
+from kvhal.tune.overlay import own_row
 
 __all__ = [
     "EVIDENCE_FOLDER",
     "TABLE_FILE",
+    "TUNING_FILE",
     "as_shipped",
     "capability_table",
     "current_keys",
     "evidence_for",
     "proved",
     "shipped_evidence",
+    "site_keys",
     "table_file",
 ]
 
 TABLE_FILE = "capabilities.yaml"
 EVIDENCE_FOLDER = "evidence"
+TUNING_FILE = "tuning.yaml"
 
 
 def capability_table(platform: str) -> CapabilityTable:
@@ -61,7 +66,7 @@ def proved(
     versions: those that count where evidence belongs to a Triton minor; by default the installed one. Raises
     ConfigError for an evidence file that cannot be read, and for one of `folders` that is not there.
     """
-    return apply_evidence(table, evidence_for(table.platform, folders), current_keys(table, versions))
+    return apply_evidence(table, evidence_for(table.platform, folders), site_keys(table, versions))
 
 
 def as_shipped(table: CapabilityTable) -> CapabilityTable:
@@ -90,13 +95,25 @@ def evidence_for(platform: str, folders: Iterable[Path] = ()) -> Evidence:
 
 
 def current_keys(table: CapabilityTable, versions: Versions | None = None) -> Callable[[str, str], Key]:
-    """The key of the kernels that would run now, by mode and arch."""
+    """The key of the kernels that would run now by the shipped tuning rows, by mode and arch."""
     kernels = fingerprint(table.kernels or REFERENCE)
     triton = None
     if "triton" in kernels.packages:
         given = versions or Versions(triton=installed_triton())
         triton = _minor(given.or_else(table.assume).triton)
     return lambda _mode, arch: Key(arch, kernels.sha256, None, triton)
+
+
+def site_keys(table: CapabilityTable, versions: Versions | None = None) -> Callable[[str, str], Key]:
+    """As `current_keys`, on this machine: where the user's own tuning row is in use, the key says which.
+
+    Raises ConfigError for an overlay that cannot be used, when it is asked about its arch.
+    """
+    keys = current_keys(table, versions)
+    file = table_file(table.platform).with_name(TUNING_FILE) if table.platform in names() else None
+    if file is None or not file.is_file():
+        return keys
+    return lambda mode, arch: replace(keys(mode, arch), tuning=own_row(file, arch))
 
 
 def _adapter_folders(platform: str) -> Iterator[Path]:

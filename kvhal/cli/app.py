@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from kvhal import __version__
 from kvhal.cli import config as cli_config
 from kvhal.cli import matrix as cli_matrix
+from kvhal.cli import tune as cli_tune
 from kvhal.cli import verify as cli_verify
 from kvhal.cli.output import (
     BUG,
@@ -80,6 +81,7 @@ app = typer.Typer(
 app.add_typer(cli_config.app, name="config")
 app.command()(cli_matrix.matrix)
 app.command()(cli_verify.verify)
+app.command()(cli_tune.tune)
 
 _Config = Annotated[Path, typer.Option("-c", "--config", metavar="FILE", help="The deployment file.")]
 _MaybeConfig = Annotated[Path | None, typer.Option("-c", "--config", metavar="FILE", help="A deployment file.")]

@@ -15,7 +15,7 @@ import torch
 import kvhal
 from kvhal.capability.evidence import CellResult, EvidenceFile, EvidenceVersions, write_file
 from kvhal.capability.proof import Level
-from kvhal.capability.tables import current_keys
+from kvhal.capability.tables import site_keys
 from kvhal.detection import registry
 from kvhal.detection.host import HostFacts
 from kvhal.detection.installed import installed_versions
@@ -43,7 +43,7 @@ class Recorder:
         self.path = path
         self._subject = subject
         # Now, not at the end: a source that is edited while the tests run was not tested.
-        self._keys = current_keys(subject.hal.platform.capabilities())
+        self._keys = site_keys(subject.hal.platform.capabilities())
         self._date = datetime.now(UTC).replace(microsecond=0)
         self._found = {claim.cell.mode: _Found() for claim in subject.claims()}
         self._common: list[str] = []

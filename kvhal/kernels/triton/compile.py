@@ -50,8 +50,8 @@ POINTERS = {
 # Eight bytes a layer, so only every second one is aligned.
 UNALIGNED = ("scales_offset",)
 TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
-# Query tokens a sequence of 64: one, four or eight to verify, a chunk of a prompt.
-TOKENS = {"decode": 1, "verify": 4, "verify_many": 8, "prefill": 64}
+# Query tokens a sequence of 64: one, four to verify, a chunk of a prompt.
+TOKENS = {"decode": 1, "verify": 4, "prefill": 64}
 WAVE_64 = "gfx9"
 
 
@@ -114,8 +114,9 @@ def _source(job: Job, tuning: Tuning) -> tuple[Any, dict[str, Any], dict[str, An
     if job.kernel == "schedule":
         return schedule_kernel, common | {"CHUNK": launch.SCHEDULE_CHUNK}, {"num_warps": 1}
     if job.kernel == "reduce":
-        shape = {"PARTS": 8, "CHANNELS": pow2(g.v.head_dim), "CHUNK": 32}
-        return reduce_kernel, common | shape | {"GROUP": job.group, "ROWS": cut.rows}, {"num_warps": 1}
+        shape = {"PARTS": 8, "CHANNELS": pow2(g.v.head_dim), "CHUNK": launch.REDUCE_CHUNK}
+        shape |= {"GROUP": job.group, "ROWS": cut.rows, "DEPENDENT": tuning.dependent}
+        return reduce_kernel, common | shape, {"num_warps": 1} | ({"launch_pdl": True} if tuning.dependent else {})
     constants = launch.attend_constants(g, job.group, cut, tuning, softcap=job.softcap)
     return attend_kernel, {"P": page} | constants, launch._options(cut)
 

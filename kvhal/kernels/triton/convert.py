@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["float_operand", "int4_nibbles", "int8_operand", "nibble_operand"]
+__all__ = ["float_operand", "int4_nibbles", "int8_operand", "nibble_operand", "operand_factor"]
 
 
 @triton.jit
@@ -156,3 +156,14 @@ def int4_nibbles(codes, HIGH: tl.constexpr, CONVERSION: tl.constexpr):
     else:
         value = ((codes >> 4) if HIGH else (codes & 15)).to(tl.int8, bitcast=True)
     return value
+
+
+@triton.jit
+def operand_factor(R: tl.constexpr, HARDWARE: tl.constexpr):
+    """What the operand of a code must be multiplied with to be its value."""
+    factor = 1.0
+    if R.encoding == "e4m3fn" and not HARDWARE:
+        factor = 256.0
+    elif R.encoding == "e4m3fnuz" and not HARDWARE:
+        factor = 128.0
+    return factor

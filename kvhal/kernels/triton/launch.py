@@ -49,6 +49,10 @@ SCHEDULE_CHUNK = 64
 SEQUENCE_CHUNK = 128
 SCHEDULE_LANES = 32
 REDUCE_CHUNK = 32
+# Reduction: parts read at a time, elements a program reads at a time, rows of the result from which each is one program.
+MOST_PARTS = 256
+REDUCED = 2048
+MANY_ROWS = 1024
 MOVE_BYTES = 1 << 24
 MOVE_ITEMS = 2048
 _TUNINGS: dict[int, Tuning] = {}
@@ -258,7 +262,7 @@ def attend(
     count, _ = cut.programs(_processors(cache.device), tuning)
     lse_strides = (0, 0) if lse is None else (lse.stride(0), lse.stride(1))
     constants = attend_constants(g, group, cut, tuning, softcap=softcap > 0)
-    parts, channels = _reduce_shape(g, cut, tokens, heads, count)
+    parts, channels, warps = _reduce_shape(g, cut, tokens, heads, count)
     read = (
         g.base, g.block_stride, max(0, g.scales_offset), block_table.stride(0), g.num_blocks,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), *lse_strides,
@@ -268,12 +272,15 @@ def attend(
         num_seqs, out.stride(0), out.stride(1), *lse_strides,
         work.sequences, work.starts, work.rows, work.lse, work.partial,
         page, group, cut.tokens, cut.rows, cut.keys, tuning.prologue, parts, channels, REDUCE_CHUNK,
+        constants["DEPENDENT"],
     )  # fmt: skip
-    warps = 1 if parts * channels <= 2048 else 4
+    options: dict[str, Any] = {"num_warps": warps}
+    if constants["DEPENDENT"]:
+        options["launch_pdl"] = True
     grids = (count,), (tokens, heads, -(-g.v.head_dim // channels))
     with _on(cache):
         first = attend_kernel[grids[0]](cache, q, block_table, workspace, sinks, out, lse, *read, **_options(cut))
-        second = reduce_kernel[grids[1]](workspace, sinks, out, lse, *join, num_warps=warps)
+        second = reduce_kernel[grids[1]](workspace, sinks, out, lse, *join, **options)
     _keep(key, pointers, g, [(first, grids[0], read), (second, grids[1], join)])
 
 
@@ -285,6 +292,7 @@ def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tunin
         "ROWS": cut.rows,
         "COLUMNS": cut.columns,
         "PAIRS": cut.pairs,
+        "MANY": cut.many,
         "KEYS": cut.keys,
         "PROLOGUE": tuning.prologue,
         "SOFTCAP": softcap,
@@ -293,6 +301,7 @@ def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tunin
         **hardware_of(g, tuning),
         # The interpreter multiplies the bits of bfloat16 operands.
         "FULL": INTERPRETED,
+        "DEPENDENT": tuning.dependent and not INTERPRETED,
     }
 
 
@@ -363,11 +372,14 @@ def _options(cut: AttendCut) -> dict[str, Any]:
     return options | {"maxnreg": cut.maxnreg} if cut.maxnreg else options
 
 
-def _reduce_shape(g: LayerGeometry, cut: AttendCut, tokens: int, heads: int, programs: int) -> tuple[int, int]:
-    """(parts read at a time, channels a program): long items are read by many programs, short ones whole."""
+def _reduce_shape(g: LayerGeometry, cut: AttendCut, tokens: int, heads: int, programs: int) -> tuple[int, int, int]:
+    """(parts read at a time, channels a program, warps): an item's parts at once, more programs where rows are few."""
     items = max(1, -(-tokens // cut.tokens) * g.num_kv_heads)
-    parts = 8 if programs <= 6 * items else 32 if programs <= 64 * items else 128
-    return parts, pow2(g.v.head_dim) if tokens * heads >= 1024 else min(32, pow2(g.v.head_dim))
+    parts = min(MOST_PARTS, max(8, pow2(-(-programs // items) + 1)))
+    dim = pow2(g.v.head_dim)
+    if tokens * heads >= MANY_ROWS:
+        return parts, dim, 1 if parts * dim <= REDUCED else 4
+    return parts, min(dim, max(16, REDUCED // parts)), 4
 
 
 def _item_bytes(layer: PageGeometry) -> int:

@@ -38,10 +38,12 @@ def reduce_kernel(  # noqa: PLR0915  # one kernel, one function
     PARTS: tl.constexpr,
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (token, query head, i): CHANNELS channels of one row of the result.
 
     A row of an unreadable sequence is NaN; a row that sees nothing, or that belongs to no sequence, is zero.
+    DEPENDENT: this grid may have started before attend's ended; what the step's schedule holds is older than both.
     """
     token = tl.program_id(0)
     head = tl.program_id(1)
@@ -56,6 +58,9 @@ def reduce_kernel(  # noqa: PLR0915  # one kernel, one function
     length = tl.load(entry + 2)
     # Where query_starts make no sense a row's sequence may be left over from another call.
     known = known & (token >= first) & (token < first + queries)
+    if DEPENDENT:
+        # In every program, or this grid could end, and the next kernel start, while attend still runs.
+        tl.extra.cuda.gdc_wait()
     to = out + token.to(tl.int64) * o_token + head.to(tl.int64) * o_head + channel
     lse_to = token.to(tl.int64) * lse_token + head * lse_head
     if known & (length > 0):

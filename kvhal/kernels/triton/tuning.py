@@ -14,7 +14,7 @@ from kvhal.errors import ConfigError
 __all__ = ["DEFAULT", "FAMILIES", "PHASES", "Tile", "Tuning", "family_of", "load_tunings"]
 
 FAMILIES = ("int8", "float8", "int4", "static", "wide")
-PHASES = ("decode", "verify", "verify_many", "prefill")
+PHASES = ("decode", "verify", "prefill")
 CONVERSIONS = ("arithmetic", "cast", "asm")
 
 
@@ -32,19 +32,19 @@ class Tile:
 class Tuning:
     """What is measured rather than derived; the same numbers come out whatever stands here.
 
-    decode (items of up to 8 rows), verify (16), verify_many (more; up to 8 queries a sequence), prefill: (family of
-    encodings, Tile) pairs; none means the default's.
+    decode (items of up to 8 rows), verify (more rows; up to 8 queries a sequence), prefill: (family of encodings, Tile)
+    pairs; none means the default's. Items that one tile's warps could not hold get more warps or shorter tiles.
     columns: the least columns of a matrix product. pad_weights: pad the weights of V to `columns` (AMD matrix cores).
     conversion: how int8 and int4 codes become fp16. hardware: encodings whose conversion instructions are proven equal
     to the codec. verify_rows, prefill_rows, careful_rows: most rows of the result an item has (the last: of prefill
     where V may hold NaN). programs: (tiles, programs a multiprocessor) steps, ascending; the last serves every larger
     batch. max_programs: what the workspace has room for. prologue: what starting an item costs, in tiles. shared_bytes:
-    shared memory a program may use. store_small: calls up to so many tokens take one token a program.
+    shared memory a program may use. dependent: the reduction is launched while attend runs (CUDA from sm_90).
+    store_small: calls up to so many tokens take one token a program.
     """
 
     decode: tuple[tuple[str, Tile], ...] = ()
     verify: tuple[tuple[str, Tile], ...] = ()
-    verify_many: tuple[tuple[str, Tile], ...] = ()
     prefill: tuple[tuple[str, Tile], ...] = ()
     columns: int = 8
     pad_weights: bool = False
@@ -58,6 +58,7 @@ class Tuning:
     max_programs: int = 2112
     prologue: int = 4
     shared_bytes: int = 99 << 10
+    dependent: bool = False
     store_small: int = 256
     store_warps: int = 2
 
@@ -86,8 +87,7 @@ class Tuning:
 
     def tile(self, family: str, phase: str) -> Tile:
         """The tile of a family, from this row or the default."""
-        of = getattr(self, phase) or (self.verify if phase == "verify_many" else ()) or _TILES[phase]
-        return dict(of)[family]
+        return dict(getattr(self, phase) or _TILES[phase])[family]
 
 
 _DECODE = (
@@ -99,7 +99,7 @@ _DECODE = (
 )
 _PREFILL = tuple((family, Tile(32, num_warps=4, num_stages=2)) for family in FAMILIES)
 _VERIFY = tuple((family, replace(tile, num_warps=2)) for family, tile in _DECODE)
-_TILES = {"decode": _DECODE, "verify": _VERIFY, "verify_many": _VERIFY, "prefill": _PREFILL}
+_TILES = {"decode": _DECODE, "verify": _VERIFY, "prefill": _PREFILL}
 DEFAULT = Tuning()
 
 

@@ -27,21 +27,31 @@ PARTIAL_BYTES = 32 << 20
 # Registers of a multiprocessor (CUDA C++ Programming Guide, compute capability 8.0 to 12.0).
 REGISTERS = 65536
 DTYPES = ("float32", "bfloat16", "float16")
-# What one warp holds without spilling: bytes of a tile of K or V, keys x channels of it, rows x channels of the result.
+# What one warp holds without spilling (compiled for sm_90): bytes of a tile of K or V, rows x channels of the result,
+# keys x columns of scores.
 TILE_BYTES_A_WARP = 8192
+ACCUMULATED_A_WARP = 2048
+SCORES_A_WARP = 1024
+ROW_MAJOR_ACCUMULATED = 1024
+# The most keys x channels of a tile, rows x channels of a result.
 KEYS_BY_CHANNELS = 8192
 ACCUMULATED = 8192
+MANY_ACCUMULATED = 16384
+MANY_CHANNELS = 128
 MOST_REGISTERS = 255
+DECODE_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class AttendCut:
     """How one call is cut. rows: columns of the result an item has, a power of two; columns: of the score product.
 
-    tokens: queries an item. pairs: two columns a row, the high and the low part of the query.
+    many: computed by `many_rows`, else by `few_rows`. tokens: queries an item. pairs: two columns a row, the high and
+    the low part of the query.
     """
 
     prefill: bool
+    many: bool
     tokens: int
     rows: int
     columns: int
@@ -72,33 +82,47 @@ class AttendCut:
     def _cut(cls, g: LayerGeometry, group: int, each: int, dtype: str, tuning: Tuning) -> AttendCut:
         """The cut for `each` queries a sequence."""
         prefill = each > MAX_DECODE_QUERIES
+        encoding, careful = g.k.encoding.name, is_careful(g)
+        pairs = needs_pairs(encoding, dtype)
+        # A bfloat16 key keeps the precision of other queries only in pairs.
+        many = prefill and not (pairs and encoding == "bfloat16")
         most = tuning.verify_rows
         if prefill:
-            most = tuning.careful_rows if is_careful(g) else tuning.prefill_rows
+            most = tuning.careful_rows if careful else tuning.prefill_rows
         # Accumulators grow with the head, and masks for a head that is no power of two take registers too.
         dim = max(g.k.head_dim, g.v.head_dim)
-        most = min(most, ACCUMULATED // (2 * pow2(dim) if is_careful(g) else pow2(dim)), 64 if dim == pow2(dim) else 32)
+        if many:
+            most = max(16, min(most, MANY_ACCUMULATED // pow2(dim) // (1 + (dim > MANY_CHANNELS)) // (1 + 3 * careful)))
+        else:
+            most = min(most, ACCUMULATED // pow2(dim) // (1 + careful), 64 if dim == pow2(dim) else 32)
         tokens = min(pow2(each), max(1, most // group))
-        pairs = needs_pairs(g.k.encoding.name, dtype)
         rows = pow2(group * tokens)
+        if many:
+            pairs, rows = False, max(16, rows)
         columns = max(tuning.columns, rows * (2 if pairs else 1))
         rows = columns // 2 if pairs else columns
         tile = tuning.tile(_family(g), phase_of(rows, prefill=prefill))
         keys, stages, registers = tile.keys, tile.num_stages, tile.maxnreg
-        if not prefill:
-            keys = max(16, min(keys, KEYS_BY_CHANNELS // pow2(dim)))
-        if g.v.codes.shape[4] == 1:
-            # A row-major V is turned in registers: short tiles.
-            keys = min(keys, 32)
+        is_row_major = g.v.codes.shape[4] == 1
+        keys = max(16, min(keys, KEYS_BY_CHANNELS // pow2(dim)))
+        if is_row_major:
+            # V is turned in registers: short tiles.
+            keys = min(keys, 32 if prefill or max(DECODE_ROWS, rows) * pow2(dim) <= ROW_MAJOR_ACCUMULATED else 16)
         wide = max(pow2(g.k.head_dim) * g.k.codes.itemsize, pow2(g.v.head_dim) * g.v.codes.itemsize)
-        warps = max(tile.num_warps, min(8, wide * min(keys, 32) // TILE_BYTES_A_WARP))
-        if registers and (warps > tile.num_warps or dim > 128 or g.v.codes.shape[4] == 1):
+        crowded = rows > DECODE_ROWS and (is_row_major or careful)
+        held = (
+            wide * min(keys, 32) // TILE_BYTES_A_WARP,
+            rows * pow2(dim) // ACCUMULATED_A_WARP * (1 + crowded),
+            min(keys, 32) * columns // SCORES_A_WARP,
+        )
+        warps = max(tile.num_warps, 1 if many else min(8, max(held)))
+        if registers and (warps > tile.num_warps or dim > 128 or is_row_major):
             registers = MOST_REGISTERS
         while stages > 1 and stages * _tile_bytes(g, keys) > tuning.shared_bytes:
             stages -= 1
         partial = 4 * rows * (g.v.head_dim + 1)
         slots = 2 * max(1, min(tuning.max_programs, PARTIAL_BYTES // (2 * partial)))
-        return cls(prefill, tokens, rows, columns, pairs, keys, warps, stages, registers, slots)
+        return cls(prefill, many, tokens, rows, columns, pairs, keys, warps, stages, registers, slots)
 
     def programs(self, processors: int, tuning: Tuning) -> tuple[int, tuple[tuple[int, int], ...]]:
         """(the number of programs launched, the steps (tiles, programs) by which a smaller batch uses fewer).
@@ -181,7 +205,7 @@ def phase_of(rows: int, *, prefill: bool) -> str:
     """Which of a family's tiles serves items of so many rows."""
     if prefill:
         return "prefill"
-    return "decode" if rows <= 8 else "verify" if rows <= 16 else "verify_many"
+    return "decode" if rows <= DECODE_ROWS else "verify"
 
 
 def is_careful(g: LayerGeometry) -> bool:

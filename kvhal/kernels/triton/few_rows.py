@@ -1,0 +1,364 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+# Triton's dialect: arguments have no Python types.
+"""Attention of the few rows of a decode step, or of a verification, over a part of the cache.
+
+The products are swapped (S^T = K Q^T, O^T = V^T P^T): cached tokens and channels stand in the long dimension of the
+matrix instructions, and the few columns are the rows of the result, so a program of one warp wastes little. Scales
+never touch K or V: those of K multiply the scores, those of V the weights, normalised by their running maximum so that
+the weights stay in the range of fp16.
+
+What a query does not see is selected out. A row with row words that holds NaN has a NaN word and clean codes, so
+selecting the weights is enough. Codes without row words carry NaN themselves; then tiles that only some queries see
+(at the end, and where a window starts) take the careful path, which keeps NaN out of the product and puts it back for
+those who see it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvhal.kernels.triton.codec import int4_scale, int4_zero, load_float
+from kvhal.kernels.triton.convert import (
+    float_operand,
+    int4_nibbles,
+    int8_operand,
+    nibble_operand,
+    operand_factor,
+)
+from kvhal.kernels.triton.load import load_keys, load_values, load_words, place
+
+__all__ = ["few_rows"]
+
+LOWEST = tl.constexpr(-3.0e38)
+SMALLEST = tl.constexpr(2.0**-126)
+LOG2E = tl.constexpr(1.4426950408889634)
+INFINITY = tl.constexpr(0x7F800000)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+MAGIC = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def few_rows(
+    pages,
+    query,
+    table,
+    h,
+    begin,
+    end,
+    position,
+    count,
+    block_stride,
+    num_blocks,
+    q_token,
+    q_head,
+    k_scale,
+    v_scale,
+    softcap,
+    P: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PAD: tl.constexpr,
+    CONVERSION: tl.constexpr,
+    HARDWARE_K: tl.constexpr,
+    HARDWARE_V: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Tiles `begin` to `end` of one item: (result [block, ROWS], its second half for int4, log-sum-exp to base 2)."""
+    K: tl.constexpr = P.k
+    V: tl.constexpr = P.v
+    INTEGER: tl.constexpr = P.k.encoding == "int8" or P.k.encoding == "int4"  # noqa: PLR1714  # Triton has no `in`
+    CAREFUL: tl.constexpr = P.v.scaling != "row"
+    WIDTH: tl.constexpr = COLUMNS if PAD else ROWS
+    CHANNELS: tl.constexpr = P.v.block
+    q_high, q_low, q_scale, q_sum = _query(
+        query, count, q_token, q_head, K, GROUP, TOKENS, ROWS, COLUMNS, PAIRS, INTEGER, FULL
+    )
+    row = tl.arange(0, ROWS)
+    if SOFTCAP:
+        k_factor = k_scale * operand_factor(K, HARDWARE_K) / softcap
+    else:
+        k_factor = k_scale * operand_factor(K, HARDWARE_K) * LOG2E
+    q_scale = q_scale * k_factor
+    # Where each column stands: columns past the last query count as the last, whose tiles are read anyway.
+    at = position + tl.minimum(row // GROUP, count - 1)
+    top = tl.full([ROWS], LOWEST, tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    largest = tl.full([1], SMALLEST, tl.float32)
+    total = tl.zeros([CHANNELS, WIDTH], tl.float32)
+    if P.v.encoding == "int4":
+        total2 = tl.zeros([CHANNELS, WIDTH], tl.float32)
+        zeros = tl.zeros([ROWS], tl.float32)
+    else:
+        total2 = tl.zeros([1], tl.float32)
+        zeros = tl.zeros([1], tl.float32)
+    last = position + count - 1
+    first = begin * 0
+    if P.window > 0:
+        first = tl.maximum(position - P.window + 1, 0)
+    if CAREFUL:
+        # Tiles that every query sees whole.
+        inner = begin
+        if P.window > 0:
+            inner = tl.maximum(begin, (tl.maximum(last - P.window + 1, 0) + KEYS - 1) // KEYS)
+        inner = tl.minimum(inner, end)
+        outer = tl.maximum(tl.minimum((position + 1) // KEYS, end), inner)
+        for i in range(inner, outer):
+            top, weight, largest, total, total2, zeros = _tile(
+                i, pages, table, h, q_high, q_low, q_scale, q_sum, at, first, last, block_stride, num_blocks, softcap,
+                top, weight, largest, total, total2, zeros,
+                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
+                INTEGER, 0,
+            )  # fmt: skip
+        for j in range(begin, end - (outer - inner)):
+            i = tl.where(j < inner, j, j + (outer - inner))
+            top, weight, largest, total, total2, zeros = _tile(
+                i, pages, table, h, q_high, q_low, q_scale, q_sum, at, first, last, block_stride, num_blocks, softcap,
+                top, weight, largest, total, total2, zeros,
+                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
+                INTEGER, 2,
+            )  # fmt: skip
+    else:
+        for i in range(begin, end):
+            top, weight, largest, total, total2, zeros = _tile(
+                i, pages, table, h, q_high, q_low, q_scale, q_sum, at, first, last, block_stride, num_blocks, softcap,
+                top, weight, largest, total, total2, zeros,
+                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
+                INTEGER, 1,
+            )  # fmt: skip
+    if PAD:
+        total, _ = tl.split(tl.reshape(total, [P.v.block, ROWS, 2]))
+    share = v_scale * operand_factor(V, HARDWARE_V) / tl.where(weight == 0.0, 1.0, weight)
+    if not CAREFUL:
+        share = share * largest
+    if P.v.encoding == "int4":
+        if PAD:
+            total2, _ = tl.split(tl.reshape(total2, [P.v.block, ROWS, 2]))
+        total = total - zeros[None, :]
+        total2 = (total2 - zeros[None, :]) * share[None, :]
+    return total * share[None, :], total2, top + tl.log2(weight)
+
+
+@triton.jit
+def _query(
+    query,
+    count,
+    q_token,
+    q_head,
+    R: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTEGER: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """The query as an operand [block, COLUMNS] (for int4 two halves), its scale [ROWS], its sum in codes [ROWS].
+
+    PAIRS: columns 2 r and 2 r + 1 hold the high and the low part of row r. A row with NaN or infinity gets scale NaN.
+    """
+    column = tl.arange(0, COLUMNS)
+    row = column // 2 if PAIRS else column
+    channel = tl.arange(0, R.block)
+    valid = ((row < GROUP * TOKENS) & (row // GROUP < count))[None, :] & (channel < R.width)[:, None]
+    pointers = query + ((row // GROUP).to(tl.int64) * q_token + (row % GROUP).to(tl.int64) * q_head)[None, :]
+    pointers = pointers + channel[:, None]
+    x = load_float(pointers, valid)
+    bits = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE, axis=0)
+    y = x
+    if R.encoding == "int4":
+        y = load_float(pointers + R.width, valid)
+        bits = tl.maximum(bits, tl.max(y.to(tl.int32, bitcast=True) & MAGNITUDE, axis=0))
+    finite = bits < INFINITY
+    total = tl.zeros([1], tl.float32)
+    if INTEGER:
+        scale = tl.maximum(bits.to(tl.float32, bitcast=True), 1e-30) * (1.0 / 127.0)
+        inv = tl.where(finite, 1.0 / scale, 0.0)
+        is_high = (column % 2 == 0)[None, :]
+        high = _split_int8(tl.where(finite[None, :], x, 0.0) * inv[None, :], is_high)
+        low = high
+        if R.encoding == "int4":
+            low = _split_int8(tl.where(finite[None, :], y, 0.0) * inv[None, :], is_high)
+            sums = tl.sum(high.to(tl.int32), axis=0) + tl.sum(low.to(tl.int32), axis=0)
+            a, c = tl.split(tl.reshape(sums.to(tl.float32), [ROWS, 2]))
+            total = a + c * (1.0 / 254.0)
+    else:
+        # By a power of two, so that nothing is lost: |x| < 2.
+        exponent = tl.minimum(tl.maximum(bits & INFINITY, 1 << 23), 253 << 23)
+        scale = exponent.to(tl.float32, bitcast=True)
+        x = tl.where(finite[None, :], x, 0.0) * ((254 << 23) - exponent).to(tl.float32, bitcast=True)[None, :]
+        if R.encoding != "bfloat16":
+            high = x.to(tl.float16)
+            if PAIRS:
+                rest = ((x - high.to(tl.float32)) * 2048.0).to(tl.float16)
+                high = tl.where((column % 2 == 0)[None, :], high, rest)
+        elif FULL:
+            high = tl.where((column % 2 == 0)[None, :], x, 0.0) if PAIRS else x
+        else:
+            high = x.to(tl.bfloat16)
+            if PAIRS:
+                rest = ((x - high.to(tl.float32)) * 256.0).to(tl.bfloat16)
+                high = tl.where((column % 2 == 0)[None, :], high, rest)
+        low = high
+    scale = tl.where(finite, scale, float("nan"))
+    if PAIRS:
+        scale, _ = tl.split(tl.reshape(scale, [ROWS, 2]))
+    return high, low, scale, total
+
+
+@triton.jit
+def _split_int8(x, is_high):
+    """x in [-127, 127] as two int8: x = high + low / 254."""
+    high = (x + MAGIC) - MAGIC
+    rest = (((x - high) * 254.0) + MAGIC) - MAGIC
+    return tl.where(is_high, high, rest).to(tl.int8)
+
+
+@triton.jit
+def _tile(  # noqa: PLR0915  # the loop body, top to bottom
+    i,
+    pages,
+    table,
+    h,
+    q_high,
+    q_low,
+    q_scale,
+    q_sum,
+    at,
+    first,
+    last,
+    block_stride,
+    num_blocks,
+    softcap,
+    top,
+    weight,
+    largest,
+    total,
+    total2,
+    zeros,
+    P: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PAD: tl.constexpr,
+    CONVERSION: tl.constexpr,
+    HARDWARE_K: tl.constexpr,
+    HARDWARE_V: tl.constexpr,
+    FULL: tl.constexpr,
+    INTEGER: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """Fold tile i of keys into the running softmax. MASK: 0 every query sees it whole, 1 selects, 2 careful with V."""
+    K: tl.constexpr = P.k
+    V: tl.constexpr = P.v
+    BLOCK_SIZE: tl.constexpr = P.block_size
+    UNIT: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else 1
+    UNITS: tl.constexpr = KEYS // UNIT
+    page, inside = place(i, table, first, last, block_stride, num_blocks, BLOCK_SIZE, KEYS)
+    k = load_keys(pages, page, inside, h, K, UNIT, UNITS, KEYS)
+    v = load_values(pages, page, inside, h, V, UNIT, UNITS, KEYS)
+    if P.k.scaling == "row":
+        k_word = load_words(pages, page, inside, h, K, UNIT, UNITS, KEYS)
+    if P.v.scaling == "row":
+        v_word = load_words(pages, page, inside, h, V, UNIT, UNITS, KEYS)
+
+    if INTEGER:
+        if P.k.encoding == "int4":
+            product = tl.dot(int4_nibbles(k, False, CONVERSION), q_high, out_dtype=tl.int32)
+            product = tl.dot(int4_nibbles(k, True, CONVERSION), q_low, product, out_dtype=tl.int32)
+        else:
+            product = tl.dot(k.to(tl.int8, bitcast=True), q_high, out_dtype=tl.int32)
+        product = product.to(tl.float32)
+    else:
+        product = tl.dot(float_operand(k, K, HARDWARE_K, FULL), q_high, input_precision="ieee")
+    if PAIRS:
+        high, low = tl.split(tl.reshape(product, [KEYS, ROWS, 2]))
+        if INTEGER:
+            score = high + low * (1.0 / 254.0)
+        elif P.k.encoding == "bfloat16":
+            score = high + low * (1.0 / 256.0)
+        else:
+            score = high + low * (1.0 / 2048.0)
+    else:
+        score = product
+    if P.k.encoding == "int4":
+        score = score - int4_zero(k_word)[:, None] * q_sum[None, :]
+        score = score * int4_scale(k_word)[:, None]
+    elif P.k.scaling == "row":
+        score = score * k_word.to(tl.float32, bitcast=True)[:, None]
+    score = score * q_scale[None, :]
+    if SOFTCAP:
+        # tanh x = 1 - 2 / (1 + e^2x)
+        score = (1.0 - 2.0 / (1.0 + tl.exp2(score * (2.0 * LOG2E)))) * (softcap * LOG2E)
+
+    key = i * KEYS + tl.arange(0, KEYS)
+    seen = (key <= last) & (key >= first)
+    if MASK > 0:
+        if TOKENS == 1:
+            ok = seen[:, None]
+        else:
+            ok = key[:, None] <= at[None, :]
+            if P.window > 0:
+                ok = ok & (key[:, None] > at[None, :] - P.window)
+        score = tl.where(ok, score, float("-inf"))
+    highest = tl.maximum(top, tl.max(score, axis=0))
+    p = tl.exp2(score - highest[None, :])
+    shrink = tl.exp2(top - highest)
+    weight = weight * shrink + tl.sum(p, axis=0)
+    if P.v.scaling == "row":
+        if P.v.encoding == "int4":
+            scale = int4_scale(v_word)
+        else:
+            scale = v_word.to(tl.float32, bitcast=True)
+        scale_now = tl.where(seen & (scale == scale), scale, 0.0)
+        larger = tl.maximum(largest, tl.max(scale_now, axis=0))
+        inv = 1.0 / larger
+        shrink = shrink * (largest * inv)
+        largest = larger
+        p = p * (scale * inv)[:, None]
+        if MASK > 0:
+            p = tl.where(ok, p, 0.0)
+    if FULL and P.v.encoding == "bfloat16":
+        operand = p
+    elif P.v.encoding == "bfloat16":
+        operand = p.to(tl.bfloat16)
+    else:
+        operand = p.to(tl.float16)
+    if P.v.encoding == "int4":
+        zero = int4_zero(v_word)
+        zero = tl.where(seen & (zero == zero), zero - 8.0, 0.0)
+        zeros = zeros * shrink + tl.sum(operand.to(tl.float32) * zero[:, None], axis=0)
+    wide = operand
+    if PAD:
+        wide = tl.reshape(tl.join(operand, tl.zeros_like(operand)), [KEYS, COLUMNS])
+        shrink = tl.reshape(tl.join(shrink, shrink), [COLUMNS])
+    total = total * shrink[None, :]
+    if P.v.encoding == "int4":
+        total = tl.dot(nibble_operand(v, False, CONVERSION), wide, total)
+        total2 = tl.dot(nibble_operand(v, True, CONVERSION), wide, total2 * shrink[None, :])
+    elif P.v.encoding == "int8":
+        total = tl.dot(int8_operand(v, CONVERSION), wide, total)
+    else:
+        values = float_operand(v, V, HARDWARE_V, FULL)
+        if MASK == 2 and TOKENS == 1:
+            # What the one query does not see, no column sees.
+            values = tl.where(seen[None, :], values, 0.0)
+        elif MASK == 2:
+            # Zero times NaN is NaN, so which queries see a bad value is counted apart, in ones and zeros.
+            bad = (tl.abs(values) == float("inf")) | (values != values)
+            values = tl.where(bad, 0.0, values)
+            touched = tl.dot(bad.to(tl.float16), ok.to(tl.float16))
+            if PAD:
+                touched = tl.reshape(tl.join(touched, touched), [P.v.block, COLUMNS])
+            total = tl.where(touched > 0.0, float("nan"), total)
+        total = tl.dot(values, wide, total, input_precision="ieee")
+    return highest, weight, largest, total, total2, zeros

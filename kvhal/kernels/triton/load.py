@@ -1,0 +1,83 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+# Triton's dialect: arguments have no Python types.
+"""Tiles of codes and row words out of the pages, whatever their layout; `R` is a `constants.Rows`.
+
+A tile's tokens come by units: 16 tokens with one page id where the block size allows it, else one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["load_keys", "load_values", "load_words", "place"]
+
+
+@triton.jit
+def place(i, table, first, last, block_stride, num_blocks, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """(byte offset of the page, token inside it) of each unit of tile i, kept between keys `first` and `last`."""
+    UNIT: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else 1
+    unit = i * (KEYS // UNIT) + tl.arange(0, KEYS // UNIT)
+    token = tl.minimum(tl.maximum(unit, first // UNIT), last // UNIT) * UNIT
+    block = tl.load(table + token // BLOCK_SIZE).to(tl.int64)
+    # The schedule has checked the table; a table changed since must still not lead out of the cache.
+    block = tl.where((block >= 0) & (block < num_blocks), block, 0)
+    return block * block_stride, token % BLOCK_SIZE
+
+
+@triton.jit
+def load_keys(pages, page, inside, h, R: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, KEYS: tl.constexpr):
+    """Codes [KEYS, block] of one head's keys."""
+    STEP: tl.constexpr = R.hi if R.tile_tokens > 1 else R.tile
+    channel = tl.arange(0, R.block)
+    token = tl.arange(0, UNIT)
+    row = ((page + inside // R.tile_tokens * R.tile) // R.size)[:, None, None] + (token * (STEP // R.size))[
+        None, :, None
+    ]
+    pointers = _typed(pages + h * R.head + R.offset, R) + row + channel[None, None, :]
+    if R.block == R.width:
+        codes = tl.load(pointers)
+    else:
+        codes = tl.load(pointers, mask=(channel < R.width)[None, None, :], other=0)
+    return tl.reshape(codes, [KEYS, R.block])
+
+
+@triton.jit
+def load_values(pages, page, inside, h, R: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, KEYS: tl.constexpr):
+    """Codes [block, KEYS] of one head's values."""
+    if R.los == 1:
+        codes = tl.trans(load_keys(pages, page, inside, h, R, UNIT, UNITS, KEYS))
+    else:
+        GROUPS: tl.constexpr = UNIT // R.los
+        item = tl.arange(0, R.block * R.los)
+        group = tl.arange(0, GROUPS)
+        row = ((page + inside // R.tile_tokens * R.tile) // R.size)[:, None, None]
+        row = row + (group * (R.hi // R.size))[None, :, None]
+        pointers = _typed(pages + h * R.head + R.offset, R) + row + item[None, None, :]
+        if R.block == R.width:
+            codes = tl.load(pointers)
+        else:
+            codes = tl.load(pointers, mask=(item < R.width * R.los)[None, None, :], other=0)
+        codes = tl.permute(tl.reshape(codes, [UNITS, GROUPS, R.block, R.los]), (2, 0, 1, 3))
+        codes = tl.reshape(codes, [R.block, KEYS])
+    return codes
+
+
+@triton.jit
+def load_words(pages, page, inside, h, R: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, KEYS: tl.constexpr):
+    """Row words int32 [KEYS]."""
+    W: tl.constexpr = R.words
+    STEP: tl.constexpr = W.hi if R.tile_tokens > 1 else W.tile
+    row = ((page + inside // R.tile_tokens * W.tile) // 4)[:, None] + (tl.arange(0, UNIT) * (STEP // 4))[None, :]
+    typed = (pages + h * W.head + W.offset).to(tl.pointer_type(tl.int32))
+    return tl.reshape(tl.load(typed + row), [KEYS])
+
+
+@triton.jit
+def _typed(pointer, R: tl.constexpr):
+    """A byte pointer as one to codes: cast before indexing, or the compiler no longer sees that they are contiguous."""
+    if R.size == 1:
+        typed = pointer
+    else:
+        typed = pointer.to(tl.pointer_type(tl.uint16))
+    return typed

@@ -1,0 +1,144 @@
+"""What is tuned: targets, each with a few whole numbers of a `Tuning`, and the values they may take. No torch.
+
+A target with a family is the tile of one attend kernel. One without is what all families share: launch sizes of
+decode and prefill, and everything of store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvhal.errors import ConfigError
+from kvhal.kernels.triton.tuning import FAMILIES, PHASES, Tile, Tuning
+
+__all__ = [
+    "STORE",
+    "TUNED_PHASES",
+    "Axis",
+    "Target",
+    "asked_for",
+    "axes",
+    "explicit",
+    "moved",
+    "numbers",
+    "taken_from",
+    "targets",
+    "value_of",
+]
+
+STORE = "store"
+TUNED_PHASES = (*PHASES, STORE)
+LAUNCHES = ("decode", "prefill", STORE)
+# A tile of fewer keys is no matrix product; more spill on every arch compiled so far (kernels/isa.py).
+KEYS = (16, 32, 64, 128)
+NUM_WARPS = (1, 2, 4, 8)
+NUM_STAGES = (1, 2, 3, 4)
+# 168: twelve single-warp programs a multiprocessor. 255: ptxas aims at fewer by itself and spills to get there.
+MAXNREG = (0, 128, 168, 200, 255)
+PROGRAMS = (1, 2, 3, 4, 6, 8, 10, 12, 16)
+PREFILL_PROGRAMS = (1, 2, 3, 4, 6)
+STORE_SMALL = (0, 16, 64, 256, 1024)
+_STEP = "programs."
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One thing tuned by itself. family: None for what all families share."""
+
+    phase: str
+    family: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.phase} {self.family or 'launch'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One number of a target and the values to try, ascending."""
+
+    name: str
+    values: tuple[int, ...]
+
+
+def asked_for(families: Iterable[str], phases: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The families and phases named, in the house's order; all where none is. Raises ConfigError for an unknown one."""
+    found = []
+    for what, asked, known in (("family", families, FAMILIES), ("phase", phases, TUNED_PHASES)):
+        named = tuple(asked)
+        unknown = [name for name in named if name not in known]
+        if unknown:
+            raise ConfigError(f"{what} {', '.join(map(repr, unknown))} is unknown; known: {', '.join(known)}")
+        found.append(tuple(name for name in known if not named or name in named))
+    return found[0], found[1]
+
+
+def targets(families: Sequence[str], phases: Sequence[str]) -> tuple[Target, ...]:
+    """Everything to tune, tiles before the launch sizes that depend on them. What verifies launches as decode does."""
+    found = [Target(phase, family) for phase in phases if phase != STORE for family in families]
+    return (*found, *(Target(phase) for phase in phases if phase in LAUNCHES))
+
+
+def axes(target: Target, row: Tuning, *, caps_registers: bool) -> tuple[Axis, ...]:
+    """The numbers of a target. caps_registers: whether the compiler takes a cap on registers."""
+    if target.family is not None:
+        caps = (Axis("maxnreg", MAXNREG),) if caps_registers else ()
+        return (Axis("keys", KEYS), Axis("num_warps", NUM_WARPS), Axis("num_stages", NUM_STAGES), *caps)
+    if target.phase == STORE:
+        return (Axis("store_warps", NUM_WARPS), Axis("store_small", STORE_SMALL))
+    if target.phase == "prefill":
+        return (Axis("prefill_programs", PREFILL_PROGRAMS),)
+    # The last step first: it is the most that the others may reach.
+    steps = range(len(row.programs) - 1, -1, -1)
+    return tuple(Axis(f"{_STEP}{step}", PROGRAMS) for step in steps)
+
+
+def value_of(row: Tuning, target: Target, axis: str) -> int:
+    """What a row says."""
+    if target.family is not None:
+        return int(getattr(row.tile(target.family, target.phase), axis))
+    if axis.startswith(_STEP):
+        return row.programs[int(axis.removeprefix(_STEP))][1]
+    return int(getattr(row, axis))
+
+
+def moved(row: Tuning, target: Target, axis: str, value: int) -> Tuning | None:
+    """The row with one number changed; None if no launch can be like that."""
+    change: dict[str, Any] = {axis: value}
+    if target.family is not None:
+        return _with_tile(row, target, replace(row.tile(target.family, target.phase), **change))
+    if axis.startswith(_STEP):
+        step = int(axis.removeprefix(_STEP))
+        steps = tuple((tiles, value if i == step else each) for i, (tiles, each) in enumerate(row.programs))
+        # The last step is the size of the grid, so no other may ask for more.
+        return replace(row, programs=steps) if max(each for _, each in steps) == steps[-1][1] else None
+    return replace(row, **change)
+
+
+def taken_from(row: Tuning, other: Tuning, target: Target) -> Tuning:
+    """`row` with the numbers that `other` has for a target."""
+    if target.family is not None:
+        return _with_tile(row, target, other.tile(target.family, target.phase))
+    if target.phase == STORE:
+        return replace(row, store_small=other.store_small, store_warps=other.store_warps)
+    if target.phase == "prefill":
+        return replace(row, prefill_programs=other.prefill_programs)
+    return replace(row, programs=other.programs)
+
+
+def numbers(row: Tuning, target: Target) -> dict[str, int]:
+    """Every number of a target."""
+    return {axis.name: value_of(row, target, axis.name) for axis in axes(target, row, caps_registers=True)}
+
+
+def explicit(row: Tuning) -> Tuning:
+    """The row with every tile written out, so that none follows another phase's or the default's."""
+    tiles: dict[str, Any] = {phase: tuple((f, row.tile(f, phase)) for f in FAMILIES) for phase in PHASES}
+    return replace(row, **tiles)
+
+
+def _with_tile(row: Tuning, target: Target, tile: Tile) -> Tuning:
+    pairs = ((f, tile if f == target.family else row.tile(f, target.phase)) for f in FAMILIES)
+    tiles: dict[str, Any] = {target.phase: tuple(pairs)}
+    return replace(row, **tiles)
