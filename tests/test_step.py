@@ -150,7 +150,7 @@ class Flags(TorchDispatchMode):
     """Notes the `prepared` argument of every attend."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # in torch
         self.found: list[bool] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

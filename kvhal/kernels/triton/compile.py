@@ -102,7 +102,7 @@ def _source(job: Job, tuning: Tuning) -> tuple[Any, dict[str, Any], dict[str, An
         return move_kernel, {"BYTES": 8, "BLOCK": launch.MOVE_ITEMS}, {"num_warps": 4}
     if job.kernel == "store":
         tokens = 1 if job.phase == "decode" else 16
-        constants = {"P": page, "TOKENS": tokens, **launch.hardware_of(g, tuning)}
+        constants = {"P": page, "TOKENS": tokens, **launch.hardware_of(g, tuning), "PACKED": tuning.packed}
         return store_kernel, constants, exact | {"num_warps": 1 if tokens == 1 else tuning.store_warps}
     if job.kernel == "gather":
         return gather_kernel, {"P": page, "TOKENS": 4}, exact | {"num_warps": 1}

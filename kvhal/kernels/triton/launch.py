@@ -49,7 +49,7 @@ SCHEDULE_CHUNK = 64
 SEQUENCE_CHUNK = 128
 SCHEDULE_LANES = 32
 REDUCE_CHUNK = 32
-# Reduction: parts read at a time, elements a program reads at a time, rows of the result from which each is one program.
+# Reduction: most parts and most elements read at a time; rows of the result from which one program serves a whole row.
 MOST_PARTS = 256
 REDUCED = 2048
 MANY_ROWS = 1024
@@ -92,10 +92,11 @@ def store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, g: LayerGeometry, 
         return
     tuning = tuning_of(cache.device)
     tokens, warps = (1, 1) if count <= tuning.store_small else (16, tuning.store_warps)
-    grid = (-(-count // tokens), g.num_kv_heads)
+    grid = (-(-count // tokens) * g.num_kv_heads,)
     values = (
         g.base, g.block_stride, max(0, g.scales_offset), g.counters_offset, g.num_blocks * g.block_size, count,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), _page(g), tokens, *hardware_of(g, tuning).values(),
+        tuning.packed and not INTERPRETED,
     )  # fmt: skip
     with _on(cache):
         compiled = store_kernel[grid](cache, k, v, slots, *values, num_warps=warps, **EXACT)

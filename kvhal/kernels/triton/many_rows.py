@@ -158,7 +158,7 @@ def _operand(x, R: tl.constexpr, FULL: tl.constexpr):
 
 
 @triton.jit
-def _tile(
+def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     i,
     pages,
     table,

@@ -32,13 +32,15 @@ def store_kernel(
     TOKENS: tl.constexpr,
     HARDWARE_K: tl.constexpr,
     HARDWARE_V: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
-    """Program (i, head): TOKENS tokens of one kv head. Slot -1 is skipped, other bad slots are skipped and counted."""
+    """Program i: TOKENS tokens of kv head i % heads, so that neighbours read and write side by side. Slot -1 is skipped, other bad slots are skipped and counted."""
     K: tl.constexpr = P.k
     V: tl.constexpr = P.v
     lane = tl.arange(0, TOKENS)
-    token = tl.program_id(0).to(tl.int64) * TOKENS + lane
-    head = tl.program_id(1).to(tl.int64)
+    HEADS: tl.constexpr = P.heads
+    token = (tl.program_id(0) // HEADS).to(tl.int64) * TOKENS + lane
+    head = (tl.program_id(0) % HEADS).to(tl.int64)
     slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
     ok = (slot >= 0) & (slot < num_slots)
     counters = (cache + counters_offset).to(tl.pointer_type(tl.int64))
@@ -50,12 +52,13 @@ def store_kernel(
     page = base + safe // P.block_size * block_stride
     inside = (safe % P.block_size).to(tl.int32)
     scales = (cache + scales_offset).to(tl.pointer_type(tl.float32))
-    bad = _put(cache, k + token * k_token + head * k_head, scales, slot, page, inside, head, ok, K, TOKENS, HARDWARE_K)
-    bad += _put(
-        cache, v + token * v_token + head * v_head, scales + 1, slot, page, inside, head, ok, V, TOKENS, HARDWARE_V
-    )
-    if bad > 0:
-        tl.atomic_add(counters, bad)
+    k_rows = k + token * k_token + head * k_head
+    v_rows = v + token * v_token + head * v_head
+    bad = _put(cache, k_rows, scales, slot, page, inside, head, ok, K, TOKENS, HARDWARE_K, PACKED)
+    bad += _put(cache, v_rows, scales + 1, slot, page, inside, head, ok, V, TOKENS, HARDWARE_V, PACKED)
+    count = tl.sum(bad, axis=0)
+    if count > 0:
+        tl.atomic_add(counters, count.to(tl.int64))
 
 
 @triton.jit
@@ -71,20 +74,21 @@ def _put(
     R: tl.constexpr,
     TOKENS: tl.constexpr,
     HARDWARE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
-    """Write the rows at pointers `rows` [TOKENS]; how many of them were not finite (int64)."""
+    """Write the rows at pointers `rows` [TOKENS]; int32 [TOKENS], 1 for those that were not finite."""
     channel = tl.arange(0, R.block)
     valid = (channel < R.width)[None, :]
     mask = ok[:, None] & valid
     x = load_float(rows[:, None] + channel[None, :], mask)
     if R.encoding == "int4":
         upper = load_float(rows[:, None] + (channel + R.width)[None, :], mask)
-        codes, words, bad = encode_int4(x, upper, valid, R)
+        codes, words, bad = encode_int4(x, upper, valid, R, PACKED)
     else:
         static_scale = tl.full([1], 1.0, tl.float32)
         if R.scaling == "static":
             static_scale = tl.load(scale + tl.arange(0, 1))
-        codes, words, bad = encode_rows(x, static_scale, R, HARDWARE)
+        codes, words, bad = encode_rows(x, static_scale, R, HARDWARE, PACKED)
     if R.scaling == "row":
         W: tl.constexpr = R.words
         at = page + head * W.head + W.offset + inside // R.tile_tokens * W.tile + inside % R.tile_tokens * W.hi
@@ -114,7 +118,7 @@ def _put(
             _scatter(cache, at, codes, channel, mask, R)
     else:
         _scatter(cache, at, codes, channel, mask, R)
-    return tl.sum((bad & ok).to(tl.int64), axis=0)
+    return (bad & ok).to(tl.int32)
 
 
 @triton.jit

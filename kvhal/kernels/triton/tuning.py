@@ -40,7 +40,8 @@ class Tuning:
     where V may hold NaN). programs: (tiles, programs a multiprocessor) steps, ascending; the last serves every larger
     batch. max_programs: what the workspace has room for. prologue: what starting an item costs, in tiles. shared_bytes:
     shared memory a program may use. dependent: the reduction is launched while attend runs (CUDA from sm_90).
-    store_small: calls up to so many tokens take one token a program.
+    packed: store makes four integer codes at a time (CUDA from sm_90). store_small: calls up to so many tokens take one
+    token a program.
     """
 
     decode: tuple[tuple[str, Tile], ...] = ()
@@ -59,6 +60,7 @@ class Tuning:
     prologue: int = 4
     shared_bytes: int = 99 << 10
     dependent: bool = False
+    packed: bool = False
     store_small: int = 256
     store_warps: int = 2
 
@@ -87,7 +89,8 @@ class Tuning:
 
     def tile(self, family: str, phase: str) -> Tile:
         """The tile of a family, from this row or the default."""
-        return dict(getattr(self, phase) or _TILES[phase])[family]
+        of: tuple[tuple[str, Tile], ...] = getattr(self, phase) or _TILES[phase]
+        return dict(of)[family]
 
 
 _DECODE = (
