@@ -153,6 +153,30 @@ def run_plan(
     return _finish(Result("plan", machine(), cases=tuple(plan.measure(rounds))), as_json=as_json, out=out)
 
 
+@app.command("estimate")
+def run_estimate(
+    as_json: _Json = False,
+    out: _Out = None,
+    arch: Annotated[
+        list[str] | None, typer.Option("--arch", metavar="ARCH", help="Only this arch, such as gfx942. Repeatable.")
+    ] = None,
+) -> None:
+    """Estimate, without a GPU, whether instructions or memory bound decode: the hot loops of compiled kernels."""
+    import json
+
+    from bench import estimate
+
+    chips = estimate.chips_of(arch or ())
+    found = []
+    for each in estimate.measure(chips):
+        _say(f"{each.chip}: {each.mode} ({each.encoding}): {each.share:.0%} of its issue slots")
+        found.append(each)
+    text = json.dumps(estimate.document(found), indent=1)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+    print(text if as_json else estimate.markdown(found), end="\n" if as_json else "")
+
+
 @app.command("compare")
 def run_compare(
     old: Annotated[Path, typer.Argument(metavar="OLD.json")],

@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from kvhal.kernels.geometry import LayerGeometry
+from kvhal.kernels.listing import NO_LOOP, LoopCount
 from kvhal.kernels.triton.tuning import DEFAULT, PHASES, Tuning
+from kvhal.kernels.triton.workspace import AttendCut
 from kvhal.layout import Layout
 from kvhal.spec import CacheSpec
 
@@ -27,6 +29,7 @@ __all__ = [
     "Compiled",
     "Job",
     "compile_all",
+    "cut_of",
     "geometry_of",
     "jobs_of",
     "shared_limit",
@@ -61,6 +64,9 @@ _SHARED = {
     "gfx950": 160 << 10,
 }
 _AMD_SHARED = 64 << 10
+# Query tokens a sequence: one, four to verify, a chunk of a prompt.
+_TOKENS = {"decode": 1, "verify": 4, "prefill": 64}
+_SEQUENCES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +93,8 @@ class Compiled:
     """What a job's machine code holds, or why there is none.
 
     scratch: bytes a thread of memory for spilled registers. wide_loads, wide_stores: instructions that move 16 bytes.
-    matrix: matrix instructions. conversions: 8-bit float conversion instructions.
+    matrix: matrix instructions. conversions: 8-bit float conversion instructions. loop: of attend, one turn of the loop
+    that most tiles of keys go through (`cut.keys` of them a turn), in each of the program's warps.
     """
 
     job: Job
@@ -102,6 +109,12 @@ class Compiled:
     wide_stores: int = 0
     matrix: int = 0
     conversions: int = 0
+    loop: LoopCount = NO_LOOP
+
+    @property
+    def loop_instructions(self) -> int:
+        """Instructions of one turn of the hot loop in one warp; 0 where there is none."""
+        return self.loop.instructions
 
 
 def jobs_of(
@@ -163,6 +176,13 @@ def geometry_of(job: Job) -> LayerGeometry:
     return LayerGeometry.of(Layout.of(spec, 4, kind=job.layout), 0)
 
 
+def cut_of(job: Job, tuning: Tuning) -> AttendCut:
+    """How the attend of a job is cut: of 64 sequences, with the queries its phase says."""
+    g = geometry_of(job)
+    tokens = _SEQUENCES * _TOKENS[job.phase]
+    return AttendCut.of(g, job.group * g.num_kv_heads, tokens, _SEQUENCES, job.dtype, tuning)
+
+
 def _child(jobs: list[Job], tunings: Mapping[str, Tuning]) -> Iterator[Compiled]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     lines = [json.dumps({"job": asdict(job), "tuning": _row(tunings.get(job.arch, DEFAULT))}) for job in jobs]
@@ -187,6 +207,7 @@ def _child(jobs: list[Job], tunings: Mapping[str, Tuning]) -> Iterator[Compiled]
                 return
             values: dict[str, Any] = json.loads(answer)
             values.pop("job")
+            values["loop"] = LoopCount(**values.pop("loop", {}))
             yield Compiled(job, **values)
         child.stdin.close()
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-__all__ = ["LoopCount", "amd_loop", "amd_names", "count_loop", "nvidia_loop", "nvidia_names"]
+__all__ = ["NO_LOOP", "LoopCount", "amd_loop", "amd_names", "nvidia_loop", "nvidia_names"]
 
 
 @dataclass(frozen=True, slots=True)
 class LoopCount:
     """Instructions of one warp in one turn of a loop, by the unit that executes them.
 
-    matrix8: matrix instructions over 8-bit and 4-bit integers; matrix: all others. slow: those of `vector` that run at a
-    quarter of its rate (exponents, reciprocals, products of 32-bit integers). memory: of global memory; shared: of shared
-    memory (LDS). other: waits, barriers and branches. All zero where no loop holds matrix instructions.
+    matrix8: matrix instructions over 8-bit integers; matrix: all others. slow: those of `vector` that run at a quarter
+    of its rate (exponents, reciprocals, products of 32-bit integers). memory: of global memory; shared: of LDS. other:
+    waits, barriers and branches. All zero where no loop holds matrix instructions.
     """
 
     vector: int = 0
@@ -30,12 +30,15 @@ class LoopCount:
     @property
     def instructions(self) -> int:
         """All of them; `slow` is a part of `vector`."""
-        return sum(getattr(self, f.name) for f in fields(self)) - self.slow
+        products = self.matrix + self.matrix8
+        return self.vector + products + self.memory + self.shared + self.scalar + self.other
 
 
-_Kind = tuple[tuple[str, str], ...]
+NO_LOOP = LoopCount()
+
+_Kinds = tuple[tuple[str, str], ...]
 # The first pattern that a name matches says its kind.
-_AMD: _Kind = (
+_AMD: _Kinds = (
     ("matrix8", r"v_(mfma|smfmac|wmma|swmmac)_i32_"),
     ("matrix", r"v_(mfma|smfmac|wmma|swmmac)_"),
     ("slow", r"v_(exp|log|rcp|rsq|sqrt|sin|cos)_|v_mul_(lo|hi)_[iu]32|v_mad_(u64_u32|i64_i32)"),
@@ -45,7 +48,7 @@ _AMD: _Kind = (
     ("other", r"s_(wait|nop|delay|barrier|c?branch|sleep|sched|setprio|clause|inst_prefetch|set_inst_prefetch)"),
     ("scalar", r"s_"),
 )
-_NVIDIA: _Kind = (
+_NVIDIA: _Kinds = (
     ("matrix8", r"IMMA"),
     ("matrix", r"[A-Z]*MMA|HGMMA|[A-Z]*GMMA"),
     ("slow", r"MUFU|F2I|I2F|POPC|FLO"),
@@ -55,72 +58,125 @@ _NVIDIA: _Kind = (
     ("scalar", r"U[A-Z]|R2UR|S2UR|S2R|CS2R"),
     ("vector", r""),
 )
-_AMD_LINE = re.compile(r"^(?:\t(?P<name>[a-z][a-z0-9_]+)(?P<rest>[^;\n]*)|(?P<label>\.LBB[0-9_]+):)", re.MULTILINE)
-_AMD_BRANCH = re.compile(r"(\.LBB[0-9_]+)")
+_AMD_LINE = re.compile(
+    r"^(?:(?P<label>\.LBB[0-9_]+):|\t(?P<guard>)(?P<name>[a-z][a-z0-9_]+)(?P<rest>[^;\n]*))", re.MULTILINE
+)
 _NVIDIA_LINE = re.compile(
-    r"^(?:\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P[0-9T]+\s+)?(?P<name>[A-Z0-9_.]+)(?P<rest>[^;\n]*)|(?P<label>\.L_x_[0-9]+):)",
+    r"^(?:(?P<label>\.L_x_[0-9]+):"
+    r"|\s+/\*[0-9a-f]+\*/\s+(?P<guard>@!?U?P[0-9T]+\s+)?(?P<name>[A-Z0-9_.]+)(?P<rest>[^;\n]*))",
     re.MULTILINE,
 )
-_NVIDIA_BRANCH = re.compile(r"`\((\.L_x_[0-9]+)\)")
+_TARGET = re.compile(r"\.(?:LBB|L_x_)[0-9_]+")
+_JUMP = re.compile(r"s_branch$|s_cbranch_|BRA")
+_NEVER_FALLS_THROUGH = re.compile(r"s_branch$|s_endpgm$|s_setpc|BRA|EXIT$|RET")
 
 
 def amd_names(text: str) -> list[str]:
     """The instructions of an amdgcn listing, in order."""
-    return _read(text, _AMD_LINE, _AMD_BRANCH)[0]
+    return [name for block in _blocks(text, _AMD_LINE) for name in block.names]
 
 
 def nvidia_names(text: str) -> list[str]:
     """The instructions of an `nvdisasm -c` listing, in order."""
-    return _read(text, _NVIDIA_LINE, _NVIDIA_BRANCH)[0]
+    return [name for block in _blocks(text, _NVIDIA_LINE) for name in block.names]
 
 
 def amd_loop(text: str) -> LoopCount:
     """The hot loop of an amdgcn listing."""
-    return count_loop(*_read(text, _AMD_LINE, _AMD_BRANCH), _AMD)
+    return _count(_blocks(text, _AMD_LINE), _AMD)
 
 
 def nvidia_loop(text: str) -> LoopCount:
     """The hot loop of an `nvdisasm -c` listing."""
-    return count_loop(*_read(text, _NVIDIA_LINE, _NVIDIA_BRANCH), _NVIDIA)
+    return _count(_blocks(text, _NVIDIA_LINE), _NVIDIA)
 
 
-def count_loop(names: Sequence[str], backward: Iterable[tuple[int, int]], kinds: _Kind) -> LoopCount:
-    """The shortest of the innermost loops that hold matrix instructions. backward: (first, last instruction) of loops.
+@dataclass(slots=True)
+class _Block:
+    """Instructions that run one after another. jumps: the label it may go to; falls: or to the next."""
+
+    names: list[str]
+    label: str | None = None
+    jumps: str | None = None
+    falls: bool = True
+
+
+def _blocks(text: str, line: re.Pattern[str]) -> list[_Block]:
+    blocks = [_Block([])]
+    for found in line.finditer(text):
+        if found["label"] is not None:
+            blocks.append(_Block([], found["label"]))
+            continue
+        block = blocks[-1]
+        block.names.append(found["name"])
+        target = _TARGET.search(found["rest"]) if _JUMP.match(found["name"]) else None
+        ends = _NEVER_FALLS_THROUGH.match(found["name"]) is not None and not found["guard"]
+        if target is not None or ends:
+            block.jumps = target[0] if target is not None else None
+            block.falls = not ends
+            blocks.append(_Block([]))
+    return blocks
+
+
+def _count(blocks: Sequence[_Block], kinds: _Kinds) -> LoopCount:
+    """The shortest of the innermost loops that hold matrix instructions.
 
     An attend kernel has one loop over tiles of keys, or two: then the longer one masks, and few tiles need it.
     """
-    kind_of = {name: next(kind for kind, pattern in kinds if re.match(pattern, name)) for name in set(names)}
-    ends: dict[int, int] = {}
-    for first, last in backward:
-        if any(kind_of[name] in ("matrix", "matrix8") for name in names[first : last + 1]):
-            ends[first] = max(last, ends.get(first, last))
-    loops = ends.items()
-    inner = [
-        (first, last)
-        for first, last in loops
-        if not any((a, z) != (first, last) and first <= a and z <= last for a, z in loops)
-    ]
+    at = {block.label: i for i, block in enumerate(blocks) if block.label is not None}
+    follows: dict[int, set[int]] = {i: set() for i in range(len(blocks))}
+    for i, block in enumerate(blocks):
+        if block.falls and i + 1 < len(blocks):
+            follows[i].add(i + 1)
+        if block.jumps in at:
+            follows[i].add(at[block.jumps])
+    names = {name for block in blocks for name in block.names}
+    kind_of = {name: next(kind for kind, pattern in kinds if re.match(pattern, name)) for name in names}
+    has_product = {i for i, b in enumerate(blocks) if any(kind_of[name].startswith("matrix") for name in b.names)}
+    inner = list(_innermost(frozenset(follows), follows, has_product))
     if not inner:
-        return LoopCount()
-    first, last = min(inner, key=lambda loop: loop[1] - loop[0])
+        return NO_LOOP
+    loop = min(inner, key=lambda of: sum(len(blocks[i].names) for i in of))
     counts = dict.fromkeys((f.name for f in fields(LoopCount)), 0)
-    for name in names[first : last + 1]:
-        counts[kind_of[name]] += 1
+    for i in loop:
+        for name in blocks[i].names:
+            counts[kind_of[name]] += 1
     counts["vector"] += counts["slow"]
     return LoopCount(**counts)
 
 
-def _read(text: str, line: re.Pattern[str], branch: re.Pattern[str]) -> tuple[list[str], list[tuple[int, int]]]:
-    """(instructions, (first, last) of every backward branch)."""
-    names: list[str] = []
-    labels: dict[str, int] = {}
-    backward: list[tuple[int, int]] = []
-    for found in line.finditer(text):
-        if found["label"] is not None:
-            labels[found["label"]] = len(names)
+def _innermost(nodes: frozenset[int], follows: Mapping[int, set[int]], wanted: set[int]) -> Iterator[frozenset[int]]:
+    """The innermost loops among `nodes` with a wanted node: what stays connected in a circle without the first node."""
+    for loop in _circles(nodes, follows):
+        if not loop & wanted:
             continue
-        target = branch.search(found["rest"])
-        if target is not None and target[1] in labels:
-            backward.append((labels[target[1]], len(names)))
-        names.append(found["name"])
-    return names, backward
+        before = {i for i in follows if i not in loop and follows[i] & loop}
+        entries = {j for i in before for j in follows[i] & loop}
+        inner = list(_innermost(loop - {min(entries or loop)}, follows, wanted))
+        if inner:
+            yield from inner
+        else:
+            yield loop
+
+
+def _circles(nodes: frozenset[int], follows: Mapping[int, set[int]]) -> Iterator[frozenset[int]]:
+    """The strongly connected sets of more than one node, or of one that follows itself."""
+    reach = {i: _reach(i, nodes, follows) for i in nodes}
+    left = set(nodes)
+    while left:
+        i = min(left)
+        circle = frozenset(j for j in reach[i] if i in reach[j])
+        left -= circle | {i}
+        if circle:
+            yield circle
+
+
+def _reach(start: int, nodes: frozenset[int], follows: Mapping[int, set[int]]) -> set[int]:
+    """What can be reached from `start` in one step or more."""
+    found: set[int] = set()
+    left = [start]
+    while left:
+        new = (follows[left.pop()] & nodes) - found
+        found |= new
+        left += new
+    return found

@@ -25,7 +25,7 @@ from kvhal.detection.installed import installed_triton
 from kvhal.errors import ConfigError, Problem
 from kvhal.kernels.fingerprint import fingerprint
 from kvhal.kernels.triton.kernel_set import TRITON
-from kvhal.kernels.triton.tuning import DEFAULT, FAMILIES, PHASES, Tile, Tuning, load_tunings
+from kvhal.kernels.triton.tuning import DEFAULT, FAMILIES, PHASES, Tuning, load_tunings
 from kvhal.source.user_folder import user_folder
 from kvhal.source.yaml_fields import FieldReader, Node
 from kvhal.source.yaml_source import read, shown
@@ -54,7 +54,8 @@ _HEAD = """\
 # Numbers found by `kvhal tune` on this machine; they lie over kvhal's own tuning.yaml, which says the rest.
 # Remove this file, or set KVHAL_TUNING=shipped, to run without them. Times are in microseconds a call.
 """
-# Kernels take powers of two; the least of keys makes a matrix product, the most of registers is the hardware's.
+# What is tuned of a tile; its rows and its routine are the row's. Kernels take powers of two; the least of keys makes a
+# matrix product, the most of registers is the hardware's.
 _TILE: dict[str, tuple[Callable[[int], bool], str]] = {
     "keys": (lambda n: 16 <= n <= 256 and n & (n - 1) == 0, "16, 32, 64, 128 or 256"),
     "num_warps": (lambda n: 1 <= n <= 16 and n & (n - 1) == 0, "1, 2, 4, 8 or 16"),
@@ -66,7 +67,6 @@ _LAUNCH: dict[str, tuple[Callable[[int], bool], str]] = {
     "store_small": (lambda n: n >= 0, "a whole number"),
     "store_warps": _TILE["num_warps"],
 }
-_OTHER: tuple[Callable[[int], bool], str] = (lambda n: n >= 0, "a whole number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,11 @@ def differences(row: Tuning, shipped: Tuning) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for phase in PHASES:
         tiles = {f: row.tile(f, phase) for f in FAMILIES}
-        changed = {f: asdict(tile) for f, tile in tiles.items() if tile != shipped.tile(f, phase)}
+        changed = {
+            f: {name: getattr(tile, name) for name in _TILE}
+            for f, tile in tiles.items()
+            if tile != shipped.tile(f, phase)
+        }
         found |= {phase: changed} if changed else {}
     if row.programs != shipped.programs:
         found["programs"] = [list(step) for step in row.programs]
@@ -220,9 +224,8 @@ class _Reader:
             rows[arch] = values
 
     def _tile(self, node: Node, what: str) -> dict[str, int]:
-        names = [f.name for f in fields(Tile)]
-        given = self.fields.mapping(node, what, optional=names) or {}
-        return {name: self._number(each, f"{what}: {name}", _TILE.get(name, _OTHER)) for name, each in given.items()}
+        given = self.fields.mapping(node, what, optional=list(_TILE)) or {}
+        return {name: self._number(each, f"{what}: {name}", _TILE[name]) for name, each in given.items()}
 
     def _programs(self, node: Node) -> list[tuple[int, int]]:
         steps: list[tuple[int, int]] = []

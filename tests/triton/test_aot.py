@@ -33,6 +33,35 @@ def test_decode_on_every_arch_reads_wide_and_multiplies_in_matrix_units() -> Non
         assert found.matrix >= 4, found
 
 
+# The tightest of registers: no other tile of these was found that spills nothing.
+TIGHT = (
+    Job("attend", "fp8_e4m3", "e4m3fn", "gfx1100", "tiled", "verify"),
+    Job("attend", "fp8_e4m3", "e4m3fnuz", "gfx1100", "inline", "prefill"),
+    Job("attend", "fp8_per_token_head", "e4m3fn", "gfx1100", "inline", "verify"),
+    Job("attend", "bfloat16", "bfloat16", "gfx1100", "tiled", "prefill"),
+    Job("attend", *INT8, "gfx1201", "inline"),
+    Job("attend", "fp8_e5m2", "e5m2", "gfx1201", "tiled"),
+    Job("attend", "fp8_e4m3", "e4m3fn", "sm_80", "tiled", "prefill"),
+    Job("attend", "fp8_e5m2", "e5m2fnuz", "sm_89", "inline"),
+)
+
+
+def test_the_tightest_tiles_spill_nothing() -> None:
+    for found in compile_all(TIGHT, TUNINGS):
+        sound(found)
+        assert found.matrix >= 4, found
+
+
+def test_the_loop_of_a_tile_holds_its_products() -> None:
+    """Keys x channels of K and V by 16 columns, in products of 16 x 16 x 32 int8 and 16 x 16 x 16 fp16."""
+    for arch, matrix8 in (("gfx90a", 32), ("gfx942", 16)):
+        tile = TUNINGS[arch].tile("int8", "decode")
+        (found,) = compile_all([Job("attend", *INT8, arch)], TUNINGS)
+        assert tile.num_warps == 1
+        assert (found.loop.matrix, found.loop.matrix8) == (tile.keys // 2, matrix8 * tile.keys // 64), found
+        assert 0 < found.loop_instructions < found.instructions
+
+
 def test_native_conversions_are_there() -> None:
     jobs = [Job("attend", "fp8_per_token_head", encoding, arch) for arch, encoding in NATIVE.items()]
     for found in compile_all(jobs, TUNINGS):

@@ -21,7 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvhal.kernels.aot import Job, geometry_of
+from kvhal.kernels.aot import Job, cut_of, geometry_of
+from kvhal.kernels.listing import amd_loop, amd_names, nvidia_loop, nvidia_names
 from kvhal.kernels.triton import launch
 from kvhal.kernels.triton.attend import attend_kernel
 from kvhal.kernels.triton.constants import Page, pow2
@@ -31,7 +32,6 @@ from kvhal.kernels.triton.reduce import reduce_kernel
 from kvhal.kernels.triton.schedule import schedule_kernel, sequences_kernel
 from kvhal.kernels.triton.store import store_kernel
 from kvhal.kernels.triton.tuning import Tuning
-from kvhal.kernels.triton.workspace import AttendCut
 
 __all__ = ["compile_job", "main"]
 
@@ -50,8 +50,6 @@ POINTERS = {
 # Eight bytes a layer, so only every second one is aligned.
 UNALIGNED = ("scales_offset",)
 TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
-# Query tokens a sequence of 64: one, four to verify, a chunk of a prompt.
-TOKENS = {"decode": 1, "verify": 4, "prefill": 64}
 WAVE_64 = "gfx9"
 
 
@@ -103,11 +101,10 @@ def _source(job: Job, tuning: Tuning) -> tuple[Any, dict[str, Any], dict[str, An
     if job.kernel == "store":
         tokens = 1 if job.phase == "decode" else 16
         constants = {"P": page, "TOKENS": tokens, **launch.hardware_of(g, tuning), "PACKED": tuning.packed}
-        return store_kernel, constants, exact | {"num_warps": 1 if tokens == 1 else tuning.store_warps}
+        return store_kernel, constants, exact | {"num_warps": 1 if tokens == 1 else launch.store_warps(g, tuning)}
     if job.kernel == "gather":
         return gather_kernel, {"P": page, "TOKENS": 4}, exact | {"num_warps": 1}
-    heads = job.group * g.num_kv_heads
-    cut = AttendCut.of(g, heads, 64 * TOKENS[job.phase], 64, job.dtype, tuning)
+    cut = cut_of(job, tuning)
     common = {"P": page, "TOKENS": cut.tokens, "KEYS": cut.keys, "PROLOGUE": tuning.prologue}
     if job.kernel == "sequences":
         return sequences_kernel, common | {"CHUNK": launch.SEQUENCE_CHUNK}, {"num_warps": 1}
@@ -136,7 +133,7 @@ def _read_nvidia(cubin: bytes) -> dict[str, Any]:
         listing = _run(tools / "nvdisasm", "-c", file.name)
     figures = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     assert figures is not None, usage
-    names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_.]+)", listing, re.MULTILINE)
+    names = nvidia_names(listing)
     return {
         "registers": int(figures[1]),
         "scratch": int(figures[2]) + int(figures[3]),
@@ -145,6 +142,7 @@ def _read_nvidia(cubin: bytes) -> dict[str, Any]:
         "wide_stores": _count(names, r"^STG.*\.128"),
         "matrix": _count(names, r"MMA"),
         "conversions": _count(names, r"^F2FP.*E4M3|^F2F?P?\.F16\.E4M3|E4M3"),
+        "loop": asdict(nvidia_loop(listing)),
     }
 
 
@@ -153,7 +151,7 @@ def _read_amd(text: str) -> dict[str, Any]:
         found = re.search(rf"\.{name}:\s+(\d+)", text)
         return int(found[1]) if found else 0
 
-    names = re.findall(r"^\t([a-z][a-z0-9_]+)", text, re.MULTILINE)
+    names = amd_names(text)
     return {
         "registers": figure("vgpr_count"),
         "scratch": figure("private_segment_fixed_size"),
@@ -162,6 +160,7 @@ def _read_amd(text: str) -> dict[str, Any]:
         "wide_stores": _count(names, r"^(global|buffer|flat)_store_(dwordx4|b128)"),
         "matrix": _count(names, r"^v_(mfma|wmma|smfmac)"),
         "conversions": _count(names, r"^v_cvt_.*(fp8|bf8)"),
+        "loop": asdict(amd_loop(text)),
     }
 
 

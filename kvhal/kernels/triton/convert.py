@@ -15,11 +15,12 @@ __all__ = ["float_operand", "int4_nibbles", "int8_operand", "nibble_operand", "o
 
 
 @triton.jit
-def float_operand(codes, R: tl.constexpr, HARDWARE: tl.constexpr, FULL: tl.constexpr):
+def float_operand(codes, R: tl.constexpr, HARDWARE: tl.constexpr, FULL: tl.constexpr, FINITE: tl.constexpr):
     """Codes of a float encoding -> fp16 (bfloat16: unchanged; FULL: fp32). Times `operand_factor` it is the value.
 
-    A row that holds NaN has a NaN row word and clean codes, so with row words a NaN code is memory nobody wrote, which
-    must become any finite number; without row words it must stay NaN.
+    A row that holds NaN has a NaN row word and clean codes, so with row words a NaN code is memory nobody wrote.
+    FINITE: it must become any finite number, since it is multiplied with a weight of zero; products with keys are
+    selected out. Without row words it must stay NaN.
     """
     if R.encoding == "bfloat16":
         if FULL:
@@ -30,11 +31,11 @@ def float_operand(codes, R: tl.constexpr, HARDWARE: tl.constexpr, FULL: tl.const
         value = codes.to(tl.float16, bitcast=True)
     elif HARDWARE and R.encoding == "e4m3fn":
         value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        if R.scaling == "row":
+        if FINITE and R.scaling == "row":
             value = tl.minimum(value, tl.full([1, 1], 448.0, tl.float16))
     elif HARDWARE and R.encoding == "e4m3fnuz":
         value = codes.to(tl.float8e4b8, bitcast=True).to(tl.float16)
-        if R.scaling == "row":
+        if FINITE and R.scaling == "row":
             value = tl.minimum(value, tl.full([1, 1], 448.0, tl.float16))
     elif R.encoding == "e5m2":
         value = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True)

@@ -279,7 +279,7 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
             product = tl.dot(k.to(tl.int8, bitcast=True), q_high, out_dtype=tl.int32)
         product = product.to(tl.float32)
     else:
-        product = tl.dot(float_operand(k, K, HARDWARE_K, FULL), q_high, input_precision="ieee")
+        product = tl.dot(float_operand(k, K, HARDWARE_K, FULL, False), q_high, input_precision="ieee")
     if PAIRS:
         high, low = tl.split(tl.reshape(product, [KEYS, ROWS, 2]))
         if INTEGER:
@@ -348,7 +348,7 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     elif P.v.encoding == "int8":
         total = tl.dot(int8_operand(v, CONVERSION), wide, total)
     else:
-        values = float_operand(v, V, HARDWARE_V, FULL)
+        values = float_operand(v, V, HARDWARE_V, FULL, True)
         if MASK == 2 and TOKENS == 1:
             # What the one query does not see, no column sees.
             values = tl.where(seen[None, :], values, 0.0)

@@ -51,7 +51,7 @@ SCHEDULE_LANES = 32
 REDUCE_CHUNK = 32
 # Reduction: most parts and most elements read at a time; rows of the result from which one program serves a whole row.
 MOST_PARTS = 256
-REDUCED = 2048
+REDUCED = 1024
 MANY_ROWS = 1024
 MOVE_BYTES = 1 << 24
 MOVE_ITEMS = 2048
@@ -91,7 +91,7 @@ def store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, g: LayerGeometry, 
     if not count:
         return
     tuning = tuning_of(cache.device)
-    tokens, warps = (1, 1) if count <= tuning.store_small else (16, tuning.store_warps)
+    tokens, warps = (1, 1) if count <= tuning.store_small else (16, store_warps(g, tuning))
     grid = (-(-count // tokens) * g.num_kv_heads,)
     values = (
         g.base, g.block_stride, max(0, g.scales_offset), g.counters_offset, g.num_blocks * g.block_size, count,
@@ -165,7 +165,7 @@ def prepare(
 ) -> None:
     """Check a step's arrays and schedule its attends into `workspace`: once a step, for all its layers.
 
-    Holds for attends of as many tokens, sequences and query heads, of the same dtype, over layers of the same group.
+    Holds for attends of as many tokens and query heads, of the same dtype, over these arrays and layers of one group.
     Checked: AddressError for what `reference` refuses. Not checked: faults are counted, and those sequences give NaN.
     """
     key = (
@@ -189,7 +189,8 @@ def prepare(
     work = AttendWorkspace.of(cut, g.v.head_dim, num_tokens, num_seqs)
     check_workspace(workspace, work.nbytes, cache)
     common = (_page(g), cut.tokens, cut.keys, tuning.prologue)
-    count, steps = cut.programs(_processors(cache.device), tuning)
+    tiles = cut.most_tiles(g, num_tokens, num_seqs, block_table.shape[1], tuning)
+    count, steps = cut.programs(_processors(cache.device), tuning, tiles)
     look = (
         g.counters_offset, block_table.stride(0), block_table.shape[1], g.num_blocks, num_seqs, num_tokens,
         int(not checked), work.sequences, work.rows, *common, SEQUENCE_CHUNK,
@@ -260,7 +261,8 @@ def attend(
     work = AttendWorkspace.of(cut, g.v.head_dim, tokens, num_seqs)
     check_workspace(workspace, work.nbytes, cache)
     page, group = _page(g), heads // g.num_kv_heads
-    count, _ = cut.programs(_processors(cache.device), tuning)
+    tiles = cut.most_tiles(g, tokens, num_seqs, block_table.shape[1], tuning)
+    count, _ = cut.programs(_processors(cache.device), tuning, tiles)
     lse_strides = (0, 0) if lse is None else (lse.stride(0), lse.stride(1))
     constants = attend_constants(g, group, cut, tuning, softcap=softcap > 0)
     parts, channels, warps = _reduce_shape(g, cut, tokens, heads, count)
@@ -362,6 +364,12 @@ def _cut(g: LayerGeometry, q_heads: int, tokens: int, num_seqs: int, dtype: torc
     return AttendCut.of(g, q_heads, tokens, num_seqs, str(dtype).removeprefix("torch."), tuning)
 
 
+def store_warps(g: LayerGeometry, tuning: Tuning) -> int:
+    """Warps of a store program: half as many for rows of half as many bytes."""
+    is_half = g.k.encoding.bits == 4 and g.v.encoding.bits == 4
+    return max(1, tuning.store_warps // 2) if is_half else tuning.store_warps
+
+
 def hardware_of(g: LayerGeometry, tuning: Tuning) -> dict[str, bool]:
     """Whether K and V are converted by the hardware's own instructions: each for itself, since they may differ."""
     stores = {"HARDWARE_K": g.k, "HARDWARE_V": g.v}
@@ -378,9 +386,8 @@ def _reduce_shape(g: LayerGeometry, cut: AttendCut, tokens: int, heads: int, pro
     items = max(1, -(-tokens // cut.tokens) * g.num_kv_heads)
     parts = min(MOST_PARTS, max(8, pow2(-(-programs // items) + 1)))
     dim = pow2(g.v.head_dim)
-    if tokens * heads >= MANY_ROWS:
-        return parts, dim, 1 if parts * dim <= REDUCED else 4
-    return parts, min(dim, max(16, REDUCED // parts)), 4
+    channels = dim if tokens * heads >= MANY_ROWS else min(dim, max(16, REDUCED // parts))
+    return parts, channels, 1 if parts * channels <= 2 * REDUCED else 4
 
 
 def _item_bytes(layer: PageGeometry) -> int:

@@ -210,7 +210,7 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     elif P.k.encoding == "int8":
         score = tl.dot(q, tl.trans(int8_operand(k, CONVERSION)))
     else:
-        score = tl.dot(q, tl.trans(float_operand(k, K, HARDWARE_K, FULL)), input_precision="ieee")
+        score = tl.dot(q, tl.trans(float_operand(k, K, HARDWARE_K, FULL, False)), input_precision="ieee")
     if P.k.scaling == "row" and P.k.encoding != "int4":
         score = score * k_word.to(tl.float32, bitcast=True)[None, :]
     score = score * q_scale[:, None]
@@ -258,7 +258,7 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     elif P.v.encoding == "int8":
         total = tl.dot(weights, tl.trans(int8_operand(v, CONVERSION)), total)
     else:
-        values = float_operand(v, V, HARDWARE_V, FULL)
+        values = float_operand(v, V, HARDWARE_V, FULL, True)
         if MASK and P.v.scaling != "row":
             # Zero times NaN is NaN, so which queries see a bad value is counted apart, in ones and zeros.
             bad = (tl.abs(values) == float("inf")) | (values != values)

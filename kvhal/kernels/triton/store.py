@@ -34,7 +34,10 @@ def store_kernel(
     HARDWARE_V: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Program i: TOKENS tokens of kv head i % heads, so that neighbours read and write side by side. Slot -1 is skipped, other bad slots are skipped and counted."""
+    """Program i: TOKENS tokens of kv head i % heads, so that neighbours read and write side by side.
+
+    Slot -1 is skipped, other bad slots are skipped and counted.
+    """
     K: tl.constexpr = P.k
     V: tl.constexpr = P.v
     lane = tl.arange(0, TOKENS)

@@ -20,12 +20,29 @@ CONVERSIONS = ("arithmetic", "cast", "asm")
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One attend kernel. keys: cached tokens a step of the loop. maxnreg: a cap on registers (CUDA), 0 for none."""
+    """One attend kernel. keys: cached tokens a step of the loop. maxnreg: a cap on registers (CUDA), 0 for none.
+
+    rows: most rows an item has, 0 for what the tuning says. many: computed by `many_rows` (then padded to `rows`), else
+    by `few_rows`; None for what is usual: prefill is. inline: the tile where V lies in rows (inline pages); None for
+    this one, cut shorter by a rule.
+    """
 
     keys: int = 32
     num_warps: int = 1
     num_stages: int = 3
     maxnreg: int = 0
+    rows: int = 0
+    many: bool | None = None
+    inline: Tile | None = None
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Tile:
+        """A tile of `tuning.yaml`. Raises ConfigError for an unknown key."""
+        unknown = sorted(set(values) - {f.name for f in fields(cls)})
+        if unknown:
+            raise ConfigError(f"a tile of a tuning names {unknown!r}; known: {[f.name for f in fields(cls)]!r}")
+        inline = values.get("inline")
+        return cls(**{**values, "inline": None if inline is None else cls.parse(inline)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +52,12 @@ class Tuning:
     decode (items of up to 8 rows), verify (more rows; up to 8 queries a sequence), prefill: (family of encodings, Tile)
     pairs; none means the default's. Items that one tile's warps could not hold get more warps or shorter tiles.
     columns: the least columns of a matrix product. pad_weights: pad the weights of V to `columns` (AMD matrix cores).
-    conversion: how int8 and int4 codes become fp16. hardware: encodings whose conversion instructions are proven equal
-    to the codec. verify_rows, prefill_rows, careful_rows: most rows of the result an item has (the last: of prefill
-    where V may hold NaN). programs: (tiles, programs a multiprocessor) steps, ascending; the last serves every larger
-    batch. max_programs: what the workspace has room for. prologue: what starting an item costs, in tiles. shared_bytes:
-    shared memory a program may use. dependent: the reduction is launched while attend runs (CUDA from sm_90).
+    warp_holds: what a warp's registers hold, as a multiple of what they do on sm_90. conversion: how int8 and int4
+    codes become fp16. hardware: encodings whose conversion instructions are proven equal to the codec. verify_rows,
+    prefill_rows, careful_rows: most rows of the result an item has (the last: of prefill where V may hold NaN).
+    programs: (tiles, programs a multiprocessor) steps, ascending; the last serves every larger batch. max_programs:
+    what the workspace has room for. prologue: what starting an item costs, in tiles. shared_bytes: shared memory a
+    program may use. dependent: the reduction is launched while attend runs (CUDA from sm_90).
     packed: store makes four integer codes at a time (CUDA from sm_90). store_small: calls up to so many tokens take one
     token a program.
     """
@@ -49,6 +67,7 @@ class Tuning:
     prefill: tuple[tuple[str, Tile], ...] = ()
     columns: int = 8
     pad_weights: bool = False
+    warp_holds: int = 1
     conversion: str = "arithmetic"
     hardware: tuple[str, ...] = ()
     programs: tuple[tuple[int, int], ...] = ((4096, 4), (12288, 8), (1 << 62, 12))
@@ -77,7 +96,7 @@ class Tuning:
                 missing = sorted(set(FAMILIES) ^ set(values[name]))
                 if missing:
                     raise ConfigError(f"tuning {name!r} must name exactly {FAMILIES!r}; {missing!r} is missing or new")
-                values[name] = tuple((family, Tile(**tile)) for family, tile in values[name].items())
+                values[name] = tuple((family, Tile.parse(tile)) for family, tile in values[name].items())
         if "programs" in values:
             values["programs"] = tuple((int(tiles), int(each)) for tiles, each in values["programs"])
         if "hardware" in values:

@@ -39,6 +39,8 @@ ACCUMULATED = 8192
 MANY_ACCUMULATED = 16384
 MANY_CHANNELS = 128
 MOST_REGISTERS = 255
+SMALL_HEAD = 64
+MOST_KEYS = 64
 DECODE_ROWS = 8
 
 
@@ -84,38 +86,50 @@ class AttendCut:
         prefill = each > MAX_DECODE_QUERIES
         encoding, careful = g.k.encoding.name, is_careful(g)
         pairs = needs_pairs(encoding, dtype)
+        is_row_major = g.v.codes.shape[4] == 1
+        # Accumulators grow with the head, and masks for a head that is no power of two take registers too.
+        dim = max(g.k.head_dim, g.v.head_dim)
+        cap = min(ACCUMULATED // pow2(dim) // (1 + careful), 64 if dim == pow2(dim) else 32)
+        # By the rows asked for: padding them to a matrix instruction's columns makes no verification of a decode step.
+        phase = phase_of(pow2(group * _tokens(each, min(tuning.verify_rows, cap), group)), prefill=prefill)
+        tile = tuning.tile(_family(g), phase)
+        own = tile.inline if is_row_major else None
+        tile = own or tile
         # A bfloat16 key keeps the precision of other queries only in pairs.
-        many = prefill and not (pairs and encoding == "bfloat16")
+        many = (prefill if tile.many is None else tile.many) and not (pairs and encoding == "bfloat16")
         most = tuning.verify_rows
         if prefill:
             most = tuning.careful_rows if careful else tuning.prefill_rows
-        # Accumulators grow with the head, and masks for a head that is no power of two take registers too.
-        dim = max(g.k.head_dim, g.v.head_dim)
+        most = tile.rows or most
         if many:
-            most = max(16, min(most, MANY_ACCUMULATED // pow2(dim) // (1 + (dim > MANY_CHANNELS)) // (1 + 3 * careful)))
+            most = max(16, min(most, MANY_ACCUMULATED // pow2(dim) // (1 + (dim > MANY_CHANNELS)) // (1 + careful)))
         else:
-            most = min(most, ACCUMULATED // pow2(dim) // (1 + careful), 64 if dim == pow2(dim) else 32)
-        tokens = min(pow2(each), max(1, most // group))
+            most = min(most, cap)
+        tokens = _tokens(each, most, group)
         rows = pow2(group * tokens)
         if many:
-            pairs, rows = False, max(16, rows)
+            pairs, rows = False, max(16, tile.rows, rows)
         columns = max(tuning.columns, rows * (2 if pairs else 1))
         rows = columns // 2 if pairs else columns
-        tile = tuning.tile(_family(g), phase_of(rows, prefill=prefill))
         keys, stages, registers = tile.keys, tile.num_stages, tile.maxnreg
-        is_row_major = g.v.codes.shape[4] == 1
         keys = max(16, min(keys, KEYS_BY_CHANNELS // pow2(dim)))
-        if is_row_major:
+        if is_row_major and own is None:
             # V is turned in registers: short tiles.
-            keys = min(keys, 32 if prefill or max(DECODE_ROWS, rows) * pow2(dim) <= ROW_MAJOR_ACCUMULATED else 16)
+            is_small = max(DECODE_ROWS, rows) * pow2(dim) <= ROW_MAJOR_ACCUMULATED * tuning.warp_holds
+            keys = min(keys, 32 if prefill or is_small else 16)
         wide = max(pow2(g.k.head_dim) * g.k.codes.itemsize, pow2(g.v.head_dim) * g.v.codes.itemsize)
-        crowded = rows > DECODE_ROWS and (is_row_major or careful)
+        crowded = rows > DECODE_ROWS and (is_row_major or careful) and not many
         held = (
             wide * min(keys, 32) // TILE_BYTES_A_WARP,
             rows * pow2(dim) // ACCUMULATED_A_WARP * (1 + crowded),
             min(keys, 32) * columns // SCORES_A_WARP,
         )
-        warps = max(tile.num_warps, 1 if many else min(8, max(held)))
+        # A prefill tile says its warps itself, and so does one without a cap on registers.
+        is_told = many and (prefill or not registers)
+        warps = max(tile.num_warps, 1 if is_told else min(8, max(held) // tuning.warp_holds))
+        if registers and not (prefill or careful or is_row_major) and (warps > tile.num_warps or dim <= SMALL_HEAD):
+            # Two warps, or a small head, want more keys at a time (measured on sm_90).
+            keys = min(2 * keys, max(keys, MOST_KEYS), KEYS_BY_CHANNELS // pow2(dim))
         if registers and (warps > tile.num_warps or dim > 128 or is_row_major):
             registers = MOST_REGISTERS
         while stages > 1 and stages * _tile_bytes(g, keys) > tuning.shared_bytes:
@@ -124,16 +138,25 @@ class AttendCut:
         slots = 2 * max(1, min(tuning.max_programs, PARTIAL_BYTES // (2 * partial)))
         return cls(prefill, many, tokens, rows, columns, pairs, keys, warps, stages, registers, slots)
 
-    def programs(self, processors: int, tuning: Tuning) -> tuple[int, tuple[tuple[int, int], ...]]:
+    def programs(
+        self, processors: int, tuning: Tuning, most_tiles: int = 1 << 62
+    ) -> tuple[int, tuple[tuple[int, int], ...]]:
         """(the number of programs launched, the steps (tiles, programs) by which a smaller batch uses fewer).
 
         Never more than run at once: a program that starts when another ends only adds its own beginning to the end.
+        most_tiles: a bound on the line of tiles; the programs of a longer one need not be launched.
         """
         most = self.slots // 2
         at_once = REGISTERS // (32 * self.num_warps * self.maxnreg) if self.maxnreg else most
         steps = ((1 << 62, tuning.prefill_programs),) * 3 if self.prefill else tuning.programs
         found = tuple((tiles, min(most, max(1, min(each, at_once)) * processors)) for tiles, each in steps)
-        return found[-1][1], found
+        count = next(programs for tiles, programs in found if most_tiles <= tiles)
+        return count, tuple((tiles, min(count, programs)) for tiles, programs in found)
+
+    def most_tiles(self, g: LayerGeometry, num_tokens: int, num_seqs: int, max_blocks: int, tuning: Tuning) -> int:
+        """A bound on the line of tiles of a call of this shape: every sequence as long as its row of the table."""
+        items = (num_tokens + num_seqs * (self.tokens - 1)) // self.tokens
+        return g.num_kv_heads * items * (-(-max_blocks * g.block_size // self.keys) + tuning.prologue)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +215,11 @@ def triton_workspace_bytes(
     lengths = [1 << n for n in range(tokens.bit_length() + 1)]
     cuts = [AttendCut._cut(geometry, group, each, dtype, tuning) for each in lengths for dtype in DTYPES]
     return max(AttendWorkspace.of(cut, geometry.v.head_dim, tokens, seqs).nbytes for cut in cuts)
+
+
+def _tokens(each: int, rows: int, group: int) -> int:
+    """Queries an item has, if it has up to `rows` rows."""
+    return min(pow2(each), max(1, rows // group))
 
 
 def needs_pairs(encoding: str, dtype: str) -> bool:
