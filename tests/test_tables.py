@@ -122,11 +122,7 @@ def test_every_no_about_an_operation_has_a_reason_and_every_gpu_fact_a_source(na
 @pytest.mark.parametrize(("name", "mode", "arch"), GPU_CELLS)
 def test_paths_and_encodings_where_every_arch_compiles(name: str, mode: str, arch: str) -> None:
     cell = TABLES[name].cell(mode, arch, EVERYWHERE)
-    if arch not in TRIED:
-        tried = Support.BROKEN
-    else:
-        tried = Support.EXPERIMENTAL if mode.endswith("_per_token_head") else Support.RUN
-    assert (cell.support, cell.assumed) == (tried, ())
+    assert (cell.support, cell.assumed) == (Support.RUN if arch in TRIED else Support.BROKEN, ())
     if mode == "bfloat16":
         assert cell.path is (Path.EMULATED if arch in NO_BF16 else Path.NATIVE)
     elif MODES[mode].encodings[0].startswith("int") or mode == "float16":

@@ -73,7 +73,7 @@ def test_native_conversions_are_there() -> None:
 def test_the_other_kernels(arch: str) -> None:
     jobs = [Job(kernel, *INT8, arch) for kernel in ("gather", "reduce", "sequences", "schedule", "move")]
     jobs += [Job("store", "int4_per_token_head", "int4", arch, phase="prefill")]
-    jobs += [Job("attend", "int4_per_token_head", "int4", arch, phase="prefill"), Job("attend", *INT8, arch, "inline")]
+    jobs += [Job("attend", *INT8, arch, phase="prefill"), Job("attend", *INT8, arch, "inline")]
     for found in compile_all(jobs, TUNINGS):
         sound(found)
 
