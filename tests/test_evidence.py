@@ -242,7 +242,9 @@ def test_a_row_that_waits_for_compiled_code_is_experimental_with_it() -> None:
     assert cell.reason == f"There is isa evidence and no more; {VERIFY} settles it. A reason."
     assert (cell.proof.level, cell.proof.settle) == (Level.ISA, VERIFY)
     assert judged(isa, "broken", UNTIL, key=replace(KEY, kernel="new")).support is Support.BROKEN
-    assert judged(evidence(), "broken", UNTIL).support is Support.BROKEN
+    unproved = judged(evidence(), "broken", UNTIL)
+    assert unproved.support is Support.BROKEN
+    assert unproved.reason == f"On {unproved.arch} nothing has proved it yet. A reason."
 
 
 def test_a_row_that_waits_runs_once_it_has_passed_on_hardware() -> None:
@@ -253,7 +255,9 @@ def test_a_row_that_waits_runs_once_it_has_passed_on_hardware() -> None:
 
 def test_what_failed_on_hardware_stays_broken_whatever_was_compiled() -> None:
     both = evidence(file(result(), level=Level.ISA, days=9), file(result(passed=False)))
-    assert judged(both, "broken", UNTIL).support is Support.BROKEN
+    failed = judged(both, "broken", UNTIL)
+    assert failed.support is Support.BROKEN
+    assert failed.reason.startswith(f"On {failed.arch} its evidence is failed hardware, ")
 
 
 def test_until_belongs_to_a_broken_row() -> None:

@@ -141,9 +141,7 @@ def test_paths_and_encodings_where_every_arch_compiles(name: str, mode: str, arc
 def test_gfx942_keeps_fnuz_natively_and_waits_for_proof() -> None:
     found = decide(ROCM, "gfx942:sramecc+:xnack-", "fp8_per_token_head", Policy())
     assert (found.arch, found.encoding, found.path, found.refused) == ("gfx942", "e4m3fnuz", Path.NATIVE, True)
-    assert found.reason.startswith(
-        "broken: gfx942 converts and multiplies only the FNUZ format"
-    )
+    assert found.reason.startswith("broken: gfx942 converts and multiplies only the FNUZ format")
     assert found.assumed == ("torch 2.13.0", "triton 3.7.1")
     cell = ROCM.cell("fp8_per_token_head", "gfx942")
     assert (cell.encodings, cell.path_of(("e4m3fn",))) == (("e4m3fnuz", "e4m3fn"), Path.EMULATED)

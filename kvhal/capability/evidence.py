@@ -218,7 +218,9 @@ def _lifted(cell: Cell, hardware: Proof, promised: Proof) -> Cell:
         reason = f"It has passed on hardware since its row was written, which said: {cell.reason}"
         return replace(cell, support=Support.RUN, proof=hardware, reason=reason)
     if hardware.status is Status.FAILED or promised.status is not Status.CURRENT:
-        found = f"its tests {hardware.summary}" if hardware.status is Status.FAILED else "nothing has proved it yet"
+        found = (
+            f"its evidence is {hardware.summary}" if hardware.status is Status.FAILED else "nothing has proved it yet"
+        )
         return replace(cell, proof=hardware, reason=f"On {cell.arch} {found}. {cell.reason}")
     level = "no" if promised.level is None else promised.level.value
     reason = f"There is {level} evidence and no more; {hardware.settle} settles it. {cell.reason}"
