@@ -3,7 +3,6 @@
 import builtins
 import xml.etree.ElementTree as ET
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from bench.tables import markdown, result_table
 
 WHERE: dict[str, str | int] = {"machine": "a GPU", "arch": "sm_90", "torch": "2.11.0", "date": "2026-11-30T00:00:00"}
 MODES = ("int8_per_token_head", "bfloat16")
-needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="no matplotlib on this machine")
 
 
 def decode(mode: str, seqs: int, us: float, **given: Any) -> Case:
@@ -95,7 +93,6 @@ def test_a_panel_holds_cases_that_differ_in_mode_and_shape_only() -> None:
     assert [case.name for case in found["32 query heads, 8 kv heads, D 128"]] == [c.name for c in result().cases[:4]]
 
 
-@needs_matplotlib
 def test_the_plot_is_a_picture_with_modes_shapes_and_the_ceiling(tmp_path: Path) -> None:
     result().save(tmp_path / "r.json")
     assert main(["plot", str(tmp_path / "r.json"), str(tmp_path / "out.svg")]) == 0

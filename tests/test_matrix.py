@@ -254,6 +254,8 @@ def test_one_job_an_arch_on_its_runner_and_the_table_for_the_rest() -> None:
     )
     assert gfx942["container"] == {"image": "rocm/pytorch"}
     assert (table["tier"], table["runs_on"], table["container"]) == ("table", ["ubuntu-24.04"], "")
+    compiled = {arch for (_, arch), job in found.items() if job["compile"]}
+    assert compiled == {"sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "gfx90a", "gfx950", "gfx1100", "gfx1201"}
     assert found["cpu", "x86_64"]["run"] == list(MODES)
     assert found["cpu", "x86_64"]["torch"] == "torch"
     for (name, arch), job in found.items():

@@ -6,19 +6,21 @@ from typing import Any
 
 from kvhal.answers.matrix import PlatformMatrix, declared, platforms
 from kvhal.answers.runners import Runner, Runners
+from kvhal.kernels.aot import ARCHES
 from kvhal.modes import MODES
 
 __all__ = ["DEVICE_TIER", "TABLE_TIER", "jobs"]
 
-# device: the suite runs on the arch. table: no machine has the arch, so a CPU checks its table. It is to compile ahead
-# of time once there are GPU kernels, and does not yet.
+# device: the suite runs on the arch. table: no machine has the arch, so a CPU shows its table and, where the compiler
+# knows the arch, compiles the kernels for it.
 DEVICE_TIER, TABLE_TIER = "device", "table"
 
 
 def jobs(runners: Runners, platform: str | None = None) -> list[dict[str, Any]]:
     """One job an arch, as JSON, by what is shipped at assumed versions; none where the runners name no machine for it.
 
-    run: the modes whose tests must pass there. refused: those that must be refused. container: "" for none.
+    run: the modes whose tests must pass there. refused: those that must be refused. container: "" for none. compile:
+    whether kernels are compiled for the arch there.
     """
     found: list[dict[str, Any]] = []
     for name in platforms(platform):
@@ -44,4 +46,5 @@ def _job(matrix: PlatformMatrix, arch: str, runner: Runner, tier: str) -> dict[s
         "container": "" if container is None else {"image": container.image} | options,
         "run": [mode for mode in MODES if accepted[mode]],
         "refused": [mode for mode in MODES if not accepted[mode]],
+        "compile": tier == TABLE_TIER and arch in ARCHES,
     }
