@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import triton
 
+from kvhal.errors import SpecMismatch
 from kvhal.kernels.triton import launcher
 from kvhal.kernels.triton.launcher import Launches
 
@@ -95,3 +97,30 @@ def test_the_table_does_not_grow_without_bound(launches: Launches, monkeypatch: 
         launches.keep(key, Owner(), [(compiled([]), (1,), ())])
         assert launches.find(key) is not None
         assert len(launches._known) <= 3
+
+
+@pytest.mark.parametrize("name", ["cache", "seq_lens", "query_starts", "workspace"])
+def test_what_a_key_does_not_hold_is_refused_before_it_is_asked(name: str) -> None:
+    """A strided tensor of the shape of an earlier call must not be launched as that call."""
+    from kvhal.kernels.triton.operators import _attend, _store
+
+    given = {
+        "cache": torch.zeros(64, dtype=torch.uint8),
+        "q": torch.zeros(1, 2, 32),
+        "block_table": torch.zeros(1, 2, dtype=torch.int32),
+        "seq_lens": torch.ones(3, dtype=torch.int32),
+        "query_starts": torch.zeros(4, dtype=torch.int32),
+        "sinks": None,
+        "workspace": torch.zeros(64, dtype=torch.uint8),
+        "out": torch.zeros(1, 2, 32),
+        "lse": None,
+    }
+    tensor = given[name]
+    assert isinstance(tensor, torch.Tensor)
+    given[name] = tensor.repeat_interleave(2)[::2]
+    with pytest.raises(SpecMismatch, match=f"{name} must be contiguous"):
+        _attend(**given, geometry=[], scale=1.0, softcap=0.0, checked=False)  # type: ignore[arg-type]  # by name
+    if name == "cache":
+        rows = torch.zeros(1, 1, 32)
+        with pytest.raises(SpecMismatch, match="cache must be contiguous"):
+            _store(torch.zeros(64, dtype=torch.uint8)[::2], rows, rows, torch.zeros(1, dtype=torch.int64), [], False)
