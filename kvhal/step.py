@@ -22,7 +22,8 @@ class Step:
 
     slots int64 [max_tokens], block_table int32 [max_seqs, max_blocks], seq_lens int32 [max_seqs], query_starts int32
     [max_seqs + 1], workspace uint8. Unused places hold -1 (slots) and 0, which every kernel skips. Freed with the
-    lease.
+    lease. A graph over this step that is replayed between two layers of an eager pass leaves another schedule in the
+    workspace: call `update` after it.
     """
 
     def __init__(

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+import kvhal
 from bench import ceilings
 from bench.cases import ATTEND_CASES, HOST_CASES, STORE_CASES, choose
 from bench.cli import main
 from bench.results import Result
 from bench.timing import Timing, host_timing, rotations
 from kvhal.errors import ConfigError
+from tests.fakes import host
 
 ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).parent / "test_bench_interpreted"
@@ -71,9 +73,10 @@ def test_a_lease_smaller_than_a_block_is_refused(capsys: pytest.CaptureFixture[s
     assert "block" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("name", ["decode", "store"])
-def test_without_a_gpu(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    found = kvhal.detect(host=host("cpu"))
+    monkeypatch.setattr(kvhal, "detect", lambda: found)
     assert main([name, "--quick", "--json"]) == 4
     told = capsys.readouterr()
     assert told.out == ""

@@ -14,6 +14,7 @@ DECODE = json.loads((RESULTS / "2026-11-30-h200-decode.json").read_text(encoding
 STORE = json.loads((RESULTS / "2026-11-30-h200-store.json").read_text(encoding="utf-8"))
 CASES = {case["name"]: case for case in DECODE["cases"] + STORE["cases"]}
 MODES = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "bfloat16")
+NAMES = ("store", "attend-prepared")
 NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 
 
@@ -84,3 +85,29 @@ def test_the_kernel_notes_print_the_committed_times(row: str, cases: tuple[str, 
     assert len(printed) == len(cases)
     for one, name in zip(printed, cases, strict=True):
         assert agrees(one, CASES[name]["us"]), (one, name, CASES[name]["us"])
+
+
+def test_the_kernel_notes_print_the_peers_of_the_same_run() -> None:
+    text = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+    (prefill,) = rows(text, re.escape("prefill, 2048 new over 8k, int8"))
+    peers = {p["name"]: p["us"] for p in CASES["prefill int8_per_token_head 1x10240 q32 new2048"]["peers"]}
+    (sdpa,) = re.findall(rf"SDPA ({NUMBER})", prefill[1])
+    assert agrees(sdpa, peers["torch SDPA"])
+    assert agrees(prefill[4], 1.2 * peers["torch SDPA"])
+    (host,) = rows(text, re.escape("host, one call of the operator: store / attend"))
+    worst = [max(case["us"] for case in CASES.values() if case["name"].startswith(f"host {name} ")) for name in NAMES]
+    # The range over batch 1 and 64 is printed as one number.
+    for one, us in zip(re.findall(NUMBER, host[3])[:2], worst, strict=True):
+        assert abs(float(one) - us) < 1.0
+
+
+def test_no_scaled_decode_is_slower_than_a_peer_of_the_run() -> None:
+    """What docs/kernels.md says of peers; prefill and bfloat16 are named there as slower."""
+    slower = {
+        name
+        for name, case in CASES.items()
+        for peer in case.get("peers", ())
+        if peer["us"] is not None and peer["us"] < case["us"]
+    }
+    assert {name.split(" ")[0] for name in slower if "bfloat16" not in name} == {"prefill"}
+    assert {name.split(" ")[2] for name in slower if "bfloat16" in name} == {"8x8192", "8x32768"}
