@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvhal.kernels.geometry import LayerGeometry
@@ -38,9 +38,9 @@ __all__ = [
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 AMD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 ARCHES = NVIDIA + AMD
-KERNELS = ("store", "gather", "attend", "reduce", "sequences", "schedule", "move")
+KERNELS = ("store", "gather", "attend", "stage", "prefill", "reduce", "sequences", "schedule", "move")
 # Those that read no codes: one compile serves every mode.
-CODELESS = ("reduce", "sequences", "schedule", "move")
+CODELESS = ("prefill", "reduce", "sequences", "schedule", "move")
 MODES = (
     ("bfloat16", "bfloat16"),
     ("float16", "float16"),
@@ -132,7 +132,7 @@ def jobs_of(
             if kernel in CODELESS:
                 yield Job(kernel, "int8_per_token_head", "int8", arch)
                 continue
-            has = {"store": ("decode", "prefill"), "gather": ("decode",), "attend": PHASES}[kernel]
+            has = {"store": ("decode", "prefill"), "gather": ("decode",), "attend": PHASES, "stage": ("prefill",)}[kernel]
             for mode, encoding in modes:
                 for layout in layouts:
                     for phase in (p for p in has if p in asked):
@@ -185,7 +185,7 @@ def cut_of(job: Job, tuning: Tuning) -> AttendCut:
 
 def _child(jobs: list[Job], tunings: Mapping[str, Tuning]) -> Iterator[Compiled]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    lines = [json.dumps({"job": asdict(job), "tuning": _row(tunings.get(job.arch, DEFAULT))}) for job in jobs]
+    lines = [json.dumps({"job": asdict(job), "tuning": tunings.get(job.arch, DEFAULT).plain()}) for job in jobs]
     with subprocess.Popen(
         [sys.executable, "-m", "kvhal.kernels.triton.compile"],
         stdin=subprocess.PIPE,
@@ -210,13 +210,3 @@ def _child(jobs: list[Job], tunings: Mapping[str, Tuning]) -> Iterator[Compiled]
             values["loop"] = LoopCount(**values.pop("loop", {}))
             yield Compiled(job, **values)
         child.stdin.close()
-
-
-def _row(tuning: Tuning) -> dict[str, Any]:
-    """A tuning as a row that `Tuning.parse` reads."""
-    values = {f.name: getattr(tuning, f.name) for f in fields(tuning)}
-    for name in PHASES:
-        tiles = dict(values.pop(name))
-        if tiles:
-            values[name] = {family: asdict(tile) for family, tile in tiles.items()}
-    return values

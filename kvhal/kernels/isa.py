@@ -10,8 +10,9 @@ from kvhal.modes import ENCODINGS
 
 __all__ = ["covers", "job_name", "problems", "worst"]
 
-# Tokens and warps of a gather program; the same as in `launch.gather`.
+# Tokens of a gather program and warps of a stage program; the same as in `launch`.
 _GATHER_TOKENS = 4
+_STAGE_WARPS = 4
 _WIDE_BYTES = 16
 
 
@@ -66,19 +67,21 @@ def _problems(found: Compiled, tuning: Tuning, inline: Compiled | None) -> Itera
         yield f"it needs {found.shared} bytes of shared memory and {job.arch} has {shared_limit(job.arch)}"
     if found.wide_loads < (least := _least_wide_loads(job, tuning, inline)):
         yield f"{found.wide_loads} loads of 16 bytes were found; with those of codes there are at least {least}"
-    if job.kernel == "attend" and not found.matrix:
+    if job.kernel in ("attend", "prefill") and not found.matrix:
         yield "no matrix instruction was found"
-    if job.kernel in ("store", "attend") and job.encoding in tuning.hardware and not found.conversions:
+    if job.kernel in ("store", "attend", "stage") and job.encoding in tuning.hardware and not found.conversions:
         yield f"no conversion instruction of {job.encoding} was found, which the tuning row leaves to the hardware"
 
 
 def _least_wide_loads(job: Job, tuning: Tuning, inline: Compiled | None) -> int:
     """Loads of 16 bytes there must be if they read codes: where pages are tiled and a lane's share is as much."""
-    if job.layout != "tiled" or job.kernel not in ("gather", "attend"):
+    if job.layout != "tiled" or job.kernel not in ("gather", "attend", "stage"):
         return 0
     has_words = job.mode.endswith("per_token_head")
     if job.kernel == "gather":
         tokens, warps = _GATHER_TOKENS, 1
+    elif job.kernel == "stage":
+        tokens, warps = tuning.staged.keys, _STAGE_WARPS
     else:
         tile = tuning.tile(family_of(job.encoding, row_scaled=has_words), job.phase)
         tokens, warps = tile.keys, tile.num_warps

@@ -104,7 +104,7 @@ class Overlay:
     def over(self, row: Tuning, arch: str) -> Tuning:
         """`row` with this file's numbers for `arch` in it; `row` itself if they say nothing else."""
         given = dict(self.rows.get(arch, {}))
-        values = _plain(explicit(row))
+        values = explicit(row).plain()
         for phase in PHASES:
             own = given.pop(phase, {})
             values[phase] = {f: tile | own.get(f, {}) for f, tile in values[phase].items()}
@@ -304,12 +304,6 @@ def _minor(version: str) -> tuple[int, ...]:
         return release(version).release[:2]
     except ConfigError:
         return ()
-
-
-def _plain(row: Tuning) -> dict[str, Any]:
-    """A row as `Tuning.parse` reads it."""
-    values = {f.name: getattr(row, f.name) for f in fields(row)}
-    return values | {phase: {f: asdict(tile) for f, tile in values[phase]} for phase in PHASES}
 
 
 @cache

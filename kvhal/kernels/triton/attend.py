@@ -146,7 +146,7 @@ def attend_kernel(  # noqa: PLR0915  # one kernel, one function
                 h = 0
                 b += 1
                 if rest > 0:
-                    while tl.load(entries + b * 8 + 3) == 0:
+                    while tl.load(entries + b * 8 + 7) == 0:
                         b += 1
                     first_row = tl.load(entries + b * 8)
                     queries = tl.load(entries + b * 8 + 1)

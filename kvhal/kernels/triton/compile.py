@@ -28,8 +28,10 @@ from kvhal.kernels.triton.attend import attend_kernel
 from kvhal.kernels.triton.constants import Page, pow2
 from kvhal.kernels.triton.copy_blocks import move_kernel
 from kvhal.kernels.triton.gather import gather_kernel
+from kvhal.kernels.triton.prefill import prefill_kernel
 from kvhal.kernels.triton.reduce import reduce_kernel
 from kvhal.kernels.triton.schedule import schedule_kernel, sequences_kernel
+from kvhal.kernels.triton.stage import stage_kernel
 from kvhal.kernels.triton.store import store_kernel
 from kvhal.kernels.triton.tuning import Tuning
 
@@ -104,18 +106,28 @@ def _source(job: Job, tuning: Tuning) -> tuple[Any, dict[str, Any], dict[str, An
         return store_kernel, constants, exact | {"num_warps": 1 if tokens == 1 else launch.store_warps(g, tuning)}
     if job.kernel == "gather":
         return gather_kernel, {"P": page, "TOKENS": 4}, exact | {"num_warps": 1}
+    if job.kernel == "stage":
+        return (
+            stage_kernel,
+            {"P": page} | launch.stage_constants(g, tuning.staged, tuning),
+            launch.stage_options(tuning.staged),
+        )
+    if job.kernel == "prefill":
+        constants = launch.prefill_constants(g, job.group, tuning.staged, softcap=job.softcap)
+        return prefill_kernel, constants, launch.tile_options(tuning.staged)
     cut = cut_of(job, tuning)
     common = {"P": page, "TOKENS": cut.tokens, "KEYS": cut.keys, "PROLOGUE": tuning.prologue}
     if job.kernel == "sequences":
         return sequences_kernel, common | {"CHUNK": launch.SEQUENCE_CHUNK}, {"num_warps": 1}
     if job.kernel == "schedule":
-        return schedule_kernel, common | {"CHUNK": launch.SCHEDULE_CHUNK}, {"num_warps": 1}
+        shape = {"CHUNK": launch.SCHEDULE_CHUNK, "STAGE_KEYS": tuning.staged.keys}
+        return schedule_kernel, common | shape, {"num_warps": 1}
     if job.kernel == "reduce":
         shape = {"PARTS": 8, "CHANNELS": pow2(g.v.head_dim), "CHUNK": launch.REDUCE_CHUNK}
         shape |= {"GROUP": job.group, "ROWS": cut.rows, "DEPENDENT": tuning.dependent}
         return reduce_kernel, common | shape, {"num_warps": 1} | ({"launch_pdl": True} if tuning.dependent else {})
     constants = launch.attend_constants(g, job.group, cut, tuning, softcap=job.softcap)
-    return attend_kernel, {"P": page} | constants, launch._options(cut)
+    return attend_kernel, {"P": page} | constants, launch.tile_options(cut)
 
 
 def _target(arch: str) -> GPUTarget:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["float_operand", "int4_nibbles", "int8_operand", "nibble_operand", "operand_factor"]
+__all__ = ["float_operand", "half_of_infinity", "int4_nibbles", "int8_operand", "nibble_operand", "operand_factor"]
 
 
 @triton.jit
@@ -156,6 +156,15 @@ def int4_nibbles(codes, HIGH: tl.constexpr, CONVERSION: tl.constexpr):
             )
     else:
         value = ((codes >> 4) if HIGH else (codes & 15)).to(tl.int8, bitcast=True)
+    return value
+
+
+@triton.jit
+def half_of_infinity(mask, FULL: tl.constexpr):
+    """A mask as an operand: true times true is more than fp32 holds, anything else 0 (bfloat16; FULL: fp32)."""
+    value = tl.where(mask, 2.0**100, 0.0)
+    if not FULL:
+        value = value.to(tl.bfloat16)
     return value
 
 

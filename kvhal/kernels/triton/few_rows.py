@@ -21,6 +21,7 @@ import triton.language as tl
 from kvhal.kernels.triton.codec import int4_scale, int4_zero, load_float
 from kvhal.kernels.triton.convert import (
     float_operand,
+    half_of_infinity,
     int4_nibbles,
     int8_operand,
     nibble_operand,
@@ -353,12 +354,12 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
             # What the one query does not see, no column sees.
             values = tl.where(seen[None, :], values, 0.0)
         elif MASK == 2:
-            # Zero times NaN is NaN, so which queries see a bad value is counted apart, in ones and zeros.
+            # Zero times NaN is NaN, so bad values are taken out and put back as infinity for those who see them.
             bad = (tl.abs(values) == float("inf")) | (values != values)
             values = tl.where(bad, 0.0, values)
-            touched = tl.dot(bad.to(tl.float16), ok.to(tl.float16))
+            sees = half_of_infinity(ok, FULL)
             if PAD:
-                touched = tl.reshape(tl.join(touched, touched), [P.v.block, COLUMNS])
-            total = tl.where(touched > 0.0, float("nan"), total)
+                sees = tl.reshape(tl.join(sees, sees), [KEYS, COLUMNS])
+            total = tl.dot(half_of_infinity(bad, FULL), sees, total)
         total = tl.dot(values, wide, total, input_precision="ieee")
     return highest, weight, largest, total, total2, zeros

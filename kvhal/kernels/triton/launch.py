@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import gcd
 from typing import Any
@@ -33,13 +34,29 @@ from kvhal.kernels.triton.constants import Page, pow2
 from kvhal.kernels.triton.copy_blocks import move_kernel
 from kvhal.kernels.triton.gather import gather_kernel
 from kvhal.kernels.triton.launcher import ALIGNED, Bound, Launches
+from kvhal.kernels.triton.prefill import prefill_kernel
 from kvhal.kernels.triton.reduce import reduce_kernel
 from kvhal.kernels.triton.schedule import schedule_kernel, sequences_kernel
+from kvhal.kernels.triton.stage import stage_kernel
+from kvhal.kernels.triton.staging import StagedPage, Staging
 from kvhal.kernels.triton.store import store_kernel
-from kvhal.kernels.triton.tuning import DEFAULT, Tuning
+from kvhal.kernels.triton.tuning import DEFAULT, Tile, Tuning
 from kvhal.kernels.triton.workspace import AttendCut, AttendWorkspace
 
-__all__ = ["attend", "attend_constants", "copy_blocks", "gather", "prepare", "set_tuning", "store", "tuning_of"]
+__all__ = [
+    "attend",
+    "attend_constants",
+    "copy_blocks",
+    "gather",
+    "prefill_constants",
+    "prepare",
+    "set_tuning",
+    "stage_constants",
+    "stage_options",
+    "store",
+    "tile_options",
+    "tuning_of",
+]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Processors the interpreter pretends to have: few, so that its one thread has little to do and items are still split.
@@ -49,12 +66,15 @@ SCHEDULE_CHUNK = 64
 SEQUENCE_CHUNK = 128
 SCHEDULE_LANES = 32
 REDUCE_CHUNK = 32
+STAGE_WARPS = 4
 # Reduction: most parts and most elements read at a time; rows of the result from which one program serves a whole row.
 MOST_PARTS = 256
 REDUCED = 1024
 MANY_ROWS = 1024
 MOVE_BYTES = 1 << 24
 MOVE_ITEMS = 2048
+# Launches of an attend that stages nothing: attend and reduce.
+BOTH = 2
 _TUNINGS: dict[int, Tuning] = {}
 _LAUNCHES = Launches()
 
@@ -62,7 +82,7 @@ _LAUNCHES = Launches()
 def set_tuning(device: int, tuning: Tuning) -> None:
     """Use `tuning` on this device; an adapter calls it once, when it has identified the arch."""
     _TUNINGS[device] = tuning
-    _LAUNCHES.clear()
+    _LAUNCHES.reset(direct=tuning.direct)
 
 
 def tuning_of(device: torch.device) -> Tuning:
@@ -73,7 +93,7 @@ def tuning_of(device: torch.device) -> Tuning:
 def store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, g: LayerGeometry, *, checked: bool) -> None:
     """`reference.store` on a GPU, bit for bit."""
     key = (
-        id(g), cache.shape, cache.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
+        id(g), cache.shape, cache.stride(), cache.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
         slots.shape, slots.stride(), slots.dtype,
         cache.get_device(), k.get_device(), v.get_device(), slots.get_device(),
     )  # fmt: skip
@@ -169,9 +189,10 @@ def prepare(
     Checked: AddressError for what `reference` refuses. Not checked: faults are counted, and those sequences give NaN.
     """
     key = (
-        id(g), q_heads, dtype, num_tokens, cache.shape, cache.dtype, block_table.shape, block_table.stride(),
-        block_table.dtype, seq_lens.shape, seq_lens.dtype, query_starts.shape, query_starts.dtype, workspace.shape,
-        checked, cache.get_device(), block_table.get_device(), seq_lens.get_device(), query_starts.get_device(),
+        id(g), q_heads, dtype, num_tokens, checked, cache.shape, cache.stride(), cache.dtype,
+        block_table.shape, block_table.stride(), block_table.dtype, seq_lens.shape, seq_lens.stride(), seq_lens.dtype,
+        query_starts.shape, query_starts.stride(), query_starts.dtype, workspace.shape, workspace.stride(),
+        cache.get_device(), block_table.get_device(), seq_lens.get_device(), query_starts.get_device(),
         workspace.get_device(),
     )  # fmt: skip
     pointers = (
@@ -188,6 +209,7 @@ def prepare(
     cut = _cut(g, q_heads, num_tokens, num_seqs, dtype, tuning)
     work = AttendWorkspace.of(cut, g.v.head_dim, num_tokens, num_seqs)
     check_workspace(workspace, work.nbytes, cache)
+    staging = _staging(g, cut, q_heads, num_tokens, work, workspace, tuning)
     common = (_page(g), cut.tokens, cut.keys, tuning.prologue)
     tiles = cut.most_tiles(g, num_tokens, num_seqs, block_table.shape[1], tuning)
     count, steps = cut.programs(_processors(cache.device), tuning, tiles)
@@ -197,7 +219,8 @@ def prepare(
     )  # fmt: skip
     cut_up = (
         num_seqs, steps[0][0], steps[0][1], steps[1][0], steps[1][1], count, work.schedule, work.sequences,
-        work.starts, *common, SCHEDULE_CHUNK,
+        work.starts, *((staging.tiles, staging.least) if staging else (0, 0)), *common, SCHEDULE_CHUNK,
+        staging.tile.keys if staging else 0,
     )  # fmt: skip
     grids = (num_seqs + 1,), (-(-count // SCHEDULE_LANES),)
     with _on(cache):
@@ -228,9 +251,10 @@ def attend(
 ) -> None:
     """`attention.attend` on a GPU, to its bound. prepared: `prepare` has been called for this step."""
     key = (
-        id(g), scale, softcap, cache.shape, cache.dtype, q.shape, q.stride(), q.dtype, block_table.shape,
-        block_table.stride(), block_table.dtype, seq_lens.shape, seq_lens.dtype, query_starts.shape,
-        query_starts.dtype, workspace.shape, out.shape, out.stride(), out.dtype,
+        id(g), scale, softcap, cache.shape, cache.stride(), cache.dtype, q.shape, q.stride(), q.dtype,
+        block_table.shape, block_table.stride(), block_table.dtype, seq_lens.shape, seq_lens.stride(), seq_lens.dtype,
+        query_starts.shape, query_starts.stride(), query_starts.dtype, workspace.shape, workspace.stride(),
+        out.shape, out.stride(), out.dtype,
         None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.get_device()),
         None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.get_device()),
         cache.get_device(), q.get_device(), block_table.get_device(), seq_lens.get_device(),
@@ -251,6 +275,9 @@ def attend(
         )  # fmt: skip
     if known is not None:
         stream = _stream(cache)
+        if len(known) > BOTH:
+            known[2](stream, pointers[0], *pointers[2:4])
+            known[3](stream, *pointers[:2], *pointers[3:])
         known[0](stream, *pointers)
         known[1](stream, *pointers[3:])
         return
@@ -261,6 +288,7 @@ def attend(
     work = AttendWorkspace.of(cut, g.v.head_dim, tokens, num_seqs)
     check_workspace(workspace, work.nbytes, cache)
     page, group = _page(g), heads // g.num_kv_heads
+    staging = _staging(g, cut, heads, tokens, work, workspace, tuning)
     tiles = cut.most_tiles(g, tokens, num_seqs, block_table.shape[1], tuning)
     count, _ = cut.programs(_processors(cache.device), tuning, tiles)
     lse_strides = (0, 0) if lse is None else (lse.stride(0), lse.stride(1))
@@ -281,10 +309,54 @@ def attend(
     if constants["DEPENDENT"]:
         options["launch_pdl"] = True
     grids = (count,), (tokens, heads, -(-g.v.head_dim // channels))
+    launched: list[tuple[Any, tuple[int, ...], Sequence[Any]]] = []
     with _on(cache):
-        first = attend_kernel[grids[0]](cache, q, block_table, workspace, sinks, out, lse, *read, **_options(cut))
+        if staging:
+            longest = -(-block_table.shape[1] * g.block_size // staging.tile.keys)
+            grid = (min(staging.tiles, num_seqs * longest), g.num_kv_heads)
+            where = (work.sequences, staging.exponents, staging.keys, staging.values)
+            copied = (
+                g.base, g.block_stride, block_table.stride(0), g.num_blocks, num_seqs, staging.tiles, *where, page,
+                *stage_constants(g, staging.tile, tuning).values(),
+            )  # fmt: skip
+            compiled = stage_kernel[grid](cache, block_table, workspace, *copied, **stage_options(staging.tile))
+            launched.append((compiled, grid, copied))
+            grid = (tokens // staging.tokens + num_seqs, g.num_kv_heads)
+            over = (
+                max(0, g.scales_offset), q.stride(0), q.stride(1), out.stride(0), out.stride(1), *lse_strides, scale,
+                softcap, num_seqs, staging.tiles, *where,
+                *prefill_constants(g, group, staging.tile, softcap=softcap > 0).values(),
+            )  # fmt: skip
+            compiled = prefill_kernel[grid](cache, q, workspace, sinks, out, lse, *over, **tile_options(staging.tile))
+            launched.append((compiled, grid, over))
+        first = attend_kernel[grids[0]](cache, q, block_table, workspace, sinks, out, lse, *read, **tile_options(cut))
         second = reduce_kernel[grids[1]](workspace, sinks, out, lse, *join, **options)
-    _keep(key, pointers, g, [(first, grids[0], read), (second, grids[1], join)])
+    _keep(key, pointers, g, [(first, grids[0], read), (second, grids[1], join), *launched])
+
+
+def stage_constants(g: LayerGeometry, tile: Tile, tuning: Tuning) -> dict[str, Any]:
+    """The compile-time constants of `stage_kernel` after P, in its order."""
+    return {
+        "S": StagedPage.of(g),
+        "KEYS": tile.keys,
+        "CHUNK": SCHEDULE_CHUNK,
+        "CONVERSION": "arithmetic" if INTERPRETED else tuning.conversion,
+        **hardware_of(g, tuning),
+    }
+
+
+def prefill_constants(g: LayerGeometry, group: int, tile: Tile, *, softcap: bool) -> dict[str, Any]:
+    """The compile-time constants of `prefill_kernel`, in its order."""
+    return {
+        "S": StagedPage.of(g),
+        "GROUP": group,
+        "TOKENS": tile.rows // group,
+        "ROWS": tile.rows,
+        "KEYS": tile.keys,
+        "SOFTCAP": softcap,
+        "CHUNK": SCHEDULE_CHUNK,
+        "FULL": INTERPRETED,
+    }
 
 
 def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tuning, *, softcap: bool) -> dict[str, Any]:
@@ -376,9 +448,27 @@ def hardware_of(g: LayerGeometry, tuning: Tuning) -> dict[str, bool]:
     return {name: of.encoding.name in tuning.hardware and not INTERPRETED for name, of in stores.items()}
 
 
-def _options(cut: AttendCut) -> dict[str, Any]:
-    options = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
-    return options | {"maxnreg": cut.maxnreg} if cut.maxnreg else options
+def _staging(
+    g: LayerGeometry,
+    cut: AttendCut,
+    q_heads: int,
+    tokens: int,
+    work: AttendWorkspace,
+    workspace: Tensor,
+    tuning: Tuning,
+) -> Staging | None:
+    return Staging.of(g, q_heads, tokens, work.nbytes, workspace.shape[0], tuning) if cut.prefill else None
+
+
+def tile_options(tile: AttendCut | Tile) -> dict[str, Any]:
+    """What Triton is told beside the constants of a kernel that works in tiles."""
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return options | {"maxnreg": tile.maxnreg} if tile.maxnreg else options
+
+
+def stage_options(tile: Tile) -> dict[str, Any]:
+    """What Triton is told beside the constants of `stage_kernel`: left alone, ptxas spills a few registers."""
+    return tile_options(replace(tile, num_warps=STAGE_WARPS))
 
 
 def _reduce_shape(g: LayerGeometry, cut: AttendCut, tokens: int, heads: int, programs: int) -> tuple[int, int, int]:

@@ -4,7 +4,7 @@
 says by a key that they are the same as before (shapes, strides, dtypes, alignment: all that a check or a
 specialisation depends on), and Triton's own generated launcher is called directly, which packs the arguments anew each
 time and is thus safe in threads. Its arguments are private to Triton, so this is on for the versions it was run with
-(TESTED) on CUDA and off elsewhere; the results are the same.
+(TESTED) where the tuning row says so (`direct`), and off elsewhere; the results are the same.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import torch
 import triton
 
-__all__ = ["BOUND", "Bound", "Launches"]
+__all__ = ["ALIGNED", "Bound", "Launches"]
 
 TESTED = ("3.6.",)
 MOST_KEYS = 4096
-BOUND = torch.version.hip is None and triton.__version__.startswith(TESTED)
 ALIGNED = 16
 
 # (stream, pointers) -> None
@@ -33,7 +31,7 @@ class Launches:
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[object, tuple[Bound, ...]]] = {}
         self._lock = threading.Lock()
-        self.enabled = BOUND
+        self.enabled = False
 
     def find(self, key: Hashable) -> tuple[Bound, ...] | None:
         """What was kept under `key`; None too while a profiler wants to see launches."""
@@ -58,10 +56,11 @@ class Launches:
             if all(one is not None for one in bound):
                 self._known[key] = owner, tuple(one for one in bound if one is not None)
 
-    def clear(self) -> None:
-        """Forget every kernel."""
+    def reset(self, *, direct: bool) -> None:
+        """Forget every kernel; keep new ones if `direct` and this Triton is one that was tested."""
         with self._lock:
             self._known.clear()
+        self.enabled = direct and triton.__version__.startswith(TESTED)
 
 
 def _bind(compiled: Any, grid: tuple[int, ...], values: Sequence[Any]) -> Bound | None:

@@ -12,10 +12,16 @@ import triton
 import triton.language as tl
 
 from kvhal.kernels.triton.codec import int4_scale, int4_zero, load_float
-from kvhal.kernels.triton.convert import float_operand, int8_operand, nibble_operand, operand_factor
+from kvhal.kernels.triton.convert import (
+    float_operand,
+    half_of_infinity,
+    int8_operand,
+    nibble_operand,
+    operand_factor,
+)
 from kvhal.kernels.triton.load import load_keys, load_values, load_words, place
 
-__all__ = ["many_rows"]
+__all__ = ["many_rows", "query_rows"]
 
 LOWEST = tl.constexpr(-3.0e38)
 SMALLEST = tl.constexpr(2.0**-126)
@@ -56,7 +62,8 @@ def many_rows(
     K: tl.constexpr = P.k
     V: tl.constexpr = P.v
     CHANNELS: tl.constexpr = P.v.block
-    q, q_second, q_scale, q_sum = _query(query, count, q_token, q_head, K, GROUP, TOKENS, ROWS, FULL)
+    PARTS: tl.constexpr = 2 if P.v.scaling != "row" and KEYS > 16 else 1
+    q, q_second, q_scale, q_sum = query_rows(query, count, q_token, q_head, K, GROUP, TOKENS, ROWS, FULL)
     row = tl.arange(0, ROWS)
     if SOFTCAP:
         q_scale = q_scale * (k_scale * operand_factor(K, HARDWARE_K) / softcap)
@@ -76,7 +83,8 @@ def many_rows(
         zeros = tl.zeros([1], tl.float32)
     last = position + count - 1
     first = begin * 0
-    # Tiles that every query sees whole come first; then those at the end, and where the window starts.
+    # Tiles that every query sees whole come first; then those at the end, and where the window starts: smaller ones
+    # where V may hold NaN, which takes registers.
     inner = begin
     if P.window > 0:
         first = tl.maximum(position - P.window + 1, 0)
@@ -89,12 +97,14 @@ def many_rows(
             top, weight, largest, total, total2, zeros,
             P, KEYS, SOFTCAP, CONVERSION, HARDWARE_K, HARDWARE_V, FULL, False,
         )  # fmt: skip
-    for j in range(begin, end - (outer - inner)):
-        i = tl.where(j < inner, j, j + (outer - inner))
+    inner *= PARTS
+    whole = outer * PARTS - inner
+    for j in range(begin * PARTS, end * PARTS - whole):
+        i = tl.where(j < inner, j, j + whole)
         top, weight, largest, total, total2, zeros = _tile(
             i, pages, table, h, q, q_second, q_scale, q_sum, at, first, last, block_stride, num_blocks, softcap,
             top, weight, largest, total, total2, zeros,
-            P, KEYS, SOFTCAP, CONVERSION, HARDWARE_K, HARDWARE_V, FULL, True,
+            P, KEYS // PARTS, SOFTCAP, CONVERSION, HARDWARE_K, HARDWARE_V, FULL, True,
         )  # fmt: skip
     share = v_scale * operand_factor(V, HARDWARE_V) / tl.where(weight == 0.0, 1.0, weight)
     if P.v.scaling == "row":
@@ -106,7 +116,7 @@ def many_rows(
 
 
 @triton.jit
-def _query(
+def query_rows(
     query,
     count,
     q_token,
@@ -260,10 +270,9 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     else:
         values = float_operand(v, V, HARDWARE_V, FULL, True)
         if MASK and P.v.scaling != "row":
-            # Zero times NaN is NaN, so which queries see a bad value is counted apart, in ones and zeros.
+            # Zero times NaN is NaN, so bad values are taken out and put back as infinity for those who see them.
             bad = (tl.abs(values) == float("inf")) | (values != values)
             values = tl.where(bad, 0.0, values)
-            touched = tl.dot(ok.to(tl.float16), tl.trans(bad.to(tl.float16)))
-            total = tl.where(touched > 0.0, float("nan"), total)
+            total = tl.dot(half_of_infinity(ok, FULL), tl.trans(half_of_infinity(bad, FULL)), total)
         total = tl.dot(weights, tl.trans(values), total, input_precision="ieee")
     return highest, weight, largest, total, total2, zeros

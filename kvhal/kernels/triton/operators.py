@@ -9,7 +9,6 @@ from __future__ import annotations
 from torch import Tensor
 from torch.library import Library
 
-from kvhal.errors import SpecMismatch
 from kvhal.kernels import operators
 from kvhal.kernels.geometry import LayerGeometry, PageGeometry
 from kvhal.kernels.triton import launch
@@ -17,18 +16,7 @@ from kvhal.kernels.triton import launch
 __all__ = ["LIBRARY"]
 
 
-def _check_dense(**given: Tensor) -> None:
-    """Refuse what must lie side by side and does not. The keys of `launch` hold the shape of these, not the strides."""
-    for name, tensor in given.items():
-        if not tensor.is_contiguous():
-            raise SpecMismatch(
-                f"{name} must be contiguous; found {tuple(tensor.shape)!r} with strides {tensor.stride()!r}: "
-                "call .contiguous()"
-            )
-
-
 def _store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, geometry: list[int], checked: bool) -> None:
-    _check_dense(cache=cache)
     launch.store(cache, k, v, slots, LayerGeometry.unpack(geometry), checked=checked)
 
 
@@ -52,7 +40,6 @@ def _attend(
     checked: bool,
     prepared: bool = False,
 ) -> None:
-    _check_dense(cache=cache, seq_lens=seq_lens, query_starts=query_starts, workspace=workspace)
     launch.attend(
         cache,
         q,

@@ -63,6 +63,9 @@ def reduce_kernel(  # noqa: PLR0915  # one kernel, one function
         tl.extra.cuda.gdc_wait()
     to = out + token.to(tl.int64) * o_token + head.to(tl.int64) * o_head + channel
     lse_to = token.to(tl.int64) * lse_token + head * lse_head
+    if known & (tl.load(entry + 6) >= 0):
+        # `prefill` wrote this row.
+        return
     if known & (length > 0):
         header = workspace.to(tl.pointer_type(tl.int64))
         line = tl.load(header)

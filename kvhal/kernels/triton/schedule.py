@@ -4,7 +4,8 @@
 
 Built once a step and read by the attend of every layer; nothing here waits for the host. The arrays are laid out in
 `workspace.AttendWorkspace`. A sequence's entry: {first row, queries, length (0: nothing to read, -1: unreadable),
-virtual tiles a head, faults, 1 if its query_starts make sense}.
+virtual tiles a head, faults, 1 if its query_starts make sense, first tile of its staged context or -1, tiles of it that
+`attend` walks: none if it is staged}.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["item_tiles", "schedule_kernel", "sequences_kernel"]
+__all__ = ["item_tiles", "schedule_kernel", "sequences_kernel", "staged_tiles"]
 
 LANES = tl.constexpr(32)
 
@@ -26,6 +27,15 @@ def item_tiles(first, queries, length, TOKENS: tl.constexpr, KEYS: tl.constexpr,
     if WINDOW > 0:
         begin = tl.maximum(position - WINDOW + 1, 0) // KEYS
     return begin, (last + KEYS - 1) // KEYS
+
+
+@triton.jit
+def staged_tiles(queries, length, KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """(first key, its tile, end tile) of what any query of a sequence sees, in tiles of the staging."""
+    first = length * 0
+    if WINDOW > 0:
+        first = tl.maximum(length - queries - WINDOW + 1, 0)
+    return first, first // KEYS, (length + KEYS - 1) // KEYS
 
 
 @triton.jit(do_not_specialize=["max_blocks", "num_blocks", "num_seqs", "num_tokens", "is_counted"])
@@ -98,7 +108,29 @@ def sequences_kernel(
             tl.atomic_add(counters + 1, faults.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["num_seqs", "tiles_0", "programs_0", "tiles_1", "programs_1", "programs_2"])
+@triton.jit
+def _placed(entries, index, there, staged, tiles, least, STAGE_KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """(first staged tile or -1, tiles to walk, tiles asked for so far) of some sequences: staged while there is room."""
+    cost = tl.load(entries + index * 8 + 3, mask=there, other=0)
+    at = tl.full(index.shape, -1, tl.int32)
+    if STAGE_KEYS > 0:
+        queries = tl.load(entries + index * 8 + 1, mask=there, other=0)
+        length = tl.load(entries + index * 8 + 2, mask=there, other=0)
+        _, low, high = staged_tiles(queries, length, STAGE_KEYS, WINDOW)
+        asked = tl.where((cost > 0) & (queries >= least), high - low, 0).to(tl.int64)
+        ends = staged + tl.cumsum(asked, 0)
+        fits = (asked > 0) & (ends <= tiles)
+        at = tl.where(fits, ends - asked, -1).to(tl.int32)
+        cost = tl.where(fits, 0, cost)
+        staged += tl.sum(asked, axis=0)
+    return at, cost, staged
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs", "tiles_0", "programs_0", "tiles_1", "programs_1", "programs_2", "stage_tiles", "stage_least"
+    ]
+)  # fmt: skip
 def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
     workspace,
     num_seqs: tl.int32,
@@ -110,24 +142,33 @@ def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
     schedule_at: tl.int64,
     sequences_at: tl.int64,
     starts_at: tl.int64,
+    stage_tiles: tl.int32,
+    stage_least: tl.int32,
     P: tl.constexpr,
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
     PROLOGUE: tl.constexpr,
     CHUNK: tl.constexpr,
+    STAGE_KEYS: tl.constexpr,
 ):
     """Program i: where attend programs 32 i to 32 i + 31 start.
 
     A row: {sequence, head, item, virtual tile, tiles to do} and the sequence's {first row, queries, length}, so that a
     program needs no second look before it can load its queries and keys.
 
-    The virtual line holds, for each sequence, head and item, PROLOGUE empty tiles and then its tiles of keys.
+    The virtual line holds, for each sequence, head and item, PROLOGUE empty tiles and then its tiles of keys. Sequences
+    of at least `stage_least` queries that fit into `stage_tiles` tiles of STAGE_KEYS are not on it (STAGE_KEYS 0: all are).
     """
     lane = tl.arange(0, CHUNK)
     entries = (workspace + sequences_at).to(tl.pointer_type(tl.int32))
     total = tl.zeros([CHUNK], tl.int64)
+    staged = (num_seqs * 0).to(tl.int64)
     for start in range(0, num_seqs, CHUNK):
-        total += tl.load(entries + (start + lane) * 8 + 3, mask=start + lane < num_seqs, other=0).to(tl.int64)
+        index = start + lane
+        _, cost, staged = _placed(
+            entries, index, index < num_seqs, staged, stage_tiles, stage_least, STAGE_KEYS, P.window
+        )  # fmt: skip
+        total += cost.to(tl.int64)
     a_head = tl.sum(total, axis=0)
     line = a_head * P.heads
     programs = tl.where(line <= tiles_0, programs_0, tl.where(line <= tiles_1, programs_1, programs_2)).to(tl.int64)
@@ -139,13 +180,20 @@ def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
     sequence = tl.zeros([LANES], tl.int32)
     base = tl.zeros([LANES], tl.int64)
     before = a_head * 0
+    staged = before
     starts = (workspace + starts_at).to(tl.pointer_type(tl.int64))
     for start in range(0, num_seqs, CHUNK):
-        there = start + lane < num_seqs
-        cost = tl.load(entries + (start + lane) * 8 + 3, mask=there, other=0).to(tl.int64)
+        index = start + lane
+        there = index < num_seqs
+        place, walked, staged = _placed(
+            entries, index, there, staged, stage_tiles, stage_least, STAGE_KEYS, P.window
+        )  # fmt: skip
+        cost = walked.to(tl.int64)
         ends = before + tl.cumsum(cost, 0)
         if tl.program_id(0) == 0:
-            tl.store(starts + start + lane, ends - cost, mask=there)
+            tl.store(starts + index, ends - cost, mask=there)
+            tl.store(entries + index * 8 + 6, place, mask=there)
+            tl.store(entries + index * 8 + 7, walked, mask=there)
         passed = there[:, None] & ((ends * P.heads)[:, None] <= at[None, :])
         sequence += tl.sum(passed.to(tl.int32), axis=0)
         base = tl.maximum(base, tl.max(tl.where(passed, (ends * P.heads)[:, None], 0), axis=0))

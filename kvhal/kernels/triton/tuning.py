@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,9 @@ class Tile:
         return cls(**{**values, "inline": None if inline is None else cls.parse(inline)})
 
 
+STAGED = Tile(64, num_warps=4, num_stages=2, rows=64)
+
+
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """What is measured rather than derived; the same numbers come out whatever stands here.
@@ -59,7 +62,9 @@ class Tuning:
     what the workspace has room for. prologue: what starting an item costs, in tiles. shared_bytes: shared memory a
     program may use. dependent: the reduction is launched while attend runs (CUDA from sm_90).
     packed: store makes four integer codes at a time (CUDA from sm_90). store_small: calls up to so many tokens take one
-    token a program.
+    token a program. direct: calls that are known go past Triton's own launcher, where it was tested (CUDA).
+    staged: the tile over contexts staged as fp16. staged_bytes: workspace set aside for them, 0 for no staging.
+    staged_rows: fewest rows (queries x query heads) of a call that stages; staged_queries: of a sequence, in queries.
     """
 
     decode: tuple[tuple[str, Tile], ...] = ()
@@ -82,6 +87,11 @@ class Tuning:
     packed: bool = False
     store_small: int = 256
     store_warps: int = 2
+    direct: bool = False
+    staged: Tile = STAGED
+    staged_bytes: int = 128 << 20
+    staged_rows: int = 16384
+    staged_queries: int = 64
 
     @classmethod
     def parse(cls, row: Mapping[str, Any]) -> Tuning:
@@ -101,10 +111,20 @@ class Tuning:
             values["programs"] = tuple((int(tiles), int(each)) for tiles, each in values["programs"])
         if "hardware" in values:
             values["hardware"] = tuple(values["hardware"])
+        if "staged" in values:
+            values["staged"] = Tile.parse(values["staged"])
         found = cls(**values)
         if found.conversion not in CONVERSIONS:
             raise ConfigError(f"tuning conversion is {found.conversion!r}; known: {CONVERSIONS!r}")
         return found
+
+    def plain(self) -> dict[str, Any]:
+        """The row as `parse` reads it; a phase without tiles of its own is left out."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in PHASES:
+            if tiles := values.pop(name):
+                values[name] = {family: asdict(tile) for family, tile in tiles}
+        return values | {"staged": asdict(self.staged)}
 
     def tile(self, family: str, phase: str) -> Tile:
         """The tile of a family, from this row or the default."""

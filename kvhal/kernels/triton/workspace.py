@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from kvhal.kernels.geometry import LayerGeometry
 from kvhal.kernels.triton.constants import pow2
+from kvhal.kernels.triton.staging import staging_bytes
 from kvhal.kernels.triton.tuning import DEFAULT, Tuning, family_of
 from kvhal.modes import Scaling
 
@@ -206,7 +207,8 @@ def triton_workspace_bytes(
 ) -> int:
     """Bytes of `workspace` that `attend` needs for up to `max_tokens` queries of up to `max_seqs` sequences.
 
-    At any context length and for any dtype of q. max_seqs: None means no more sequences than tokens.
+    At any context length and for any dtype of q. max_seqs: None means no more sequences than tokens. Part of it may be
+    room for staging, without which long prompts are slower and nothing else changes.
     """
     tokens = max(1, max_tokens)
     seqs = tokens if max_seqs is None else max(1, max_seqs)
@@ -214,7 +216,8 @@ def triton_workspace_bytes(
     # Every number of queries a sequence may bring, up to the power of two that a cut rounds it to.
     lengths = [1 << n for n in range(tokens.bit_length() + 1)]
     cuts = [AttendCut._cut(geometry, group, each, dtype, tuning) for each in lengths for dtype in DTYPES]
-    return max(AttendWorkspace.of(cut, geometry.v.head_dim, tokens, seqs).nbytes for cut in cuts)
+    most = max(AttendWorkspace.of(cut, geometry.v.head_dim, tokens, seqs).nbytes for cut in cuts)
+    return most + staging_bytes(geometry, num_q_heads, tokens, tuning)
 
 
 def _tokens(each: int, rows: int, group: int) -> int:
