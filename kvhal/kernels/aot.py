@@ -132,7 +132,9 @@ def jobs_of(
             if kernel in CODELESS:
                 yield Job(kernel, "int8_per_token_head", "int8", arch)
                 continue
-            has = {"store": ("decode", "prefill"), "gather": ("decode",), "attend": PHASES, "stage": ("prefill",)}[kernel]
+            has = {"store": ("decode", "prefill"), "gather": ("decode",), "attend": PHASES, "stage": ("prefill",)}[
+                kernel
+            ]
             for mode, encoding in modes:
                 for layout in layouts:
                     for phase in (p for p in has if p in asked):

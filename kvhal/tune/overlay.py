@@ -140,7 +140,7 @@ def own_row(file: Path, arch: str) -> str | None:
     row = tuning_in_use(file, arch)
     if row is shipped_row(file, arch):
         return None
-    return hashlib.sha256(json.dumps(_plain(explicit(row)), sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(explicit(row).plain(), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def differences(row: Tuning, shipped: Tuning) -> dict[str, Any]:

@@ -10,9 +10,10 @@ import pytest
 import torch
 import triton
 
-from kvhal.errors import SpecMismatch
-from kvhal.kernels.triton import launcher
+from kvhal.kernels.triton import launch, launcher
 from kvhal.kernels.triton.launcher import Launches
+
+G: Any = SimpleNamespace()
 
 
 class Owner:
@@ -58,7 +59,7 @@ def test_nothing_is_found_that_was_not_kept(launches: Launches) -> None:
     assert launches.find("key") is None
     launches.keep("key", Owner(), [(compiled([]), (1,), ())])
     assert launches.find("other") is None
-    launches.clear()
+    launches.reset(direct=True)
     assert launches.find("key") is None
 
 
@@ -87,7 +88,7 @@ def test_an_owner_lives_as_long_as_its_entry(launches: Launches) -> None:
     launches.keep("key", owner, [(compiled([]), (1,), ())])
     del owner
     assert alive() is not None
-    launches.clear()
+    launches.reset(direct=True)
     assert alive() is None
 
 
@@ -99,28 +100,65 @@ def test_the_table_does_not_grow_without_bound(launches: Launches, monkeypatch: 
         assert len(launches._known) <= 3
 
 
-@pytest.mark.parametrize("name", ["cache", "seq_lens", "query_starts", "workspace"])
-def test_what_a_key_does_not_hold_is_refused_before_it_is_asked(name: str) -> None:
-    """A strided tensor of the shape of an earlier call must not be launched as that call."""
-    from kvhal.kernels.triton.operators import _attend, _store
+def test_direct_calls_are_asked_for_and_need_a_tested_triton(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches.keep("key", Owner(), [(compiled([]), (1,), ())])
+    for direct, version, kept in ((True, "3.6.0", True), (True, "3.7.1", False), (False, "3.6.0", False)):
+        monkeypatch.setattr(triton, "__version__", version)
+        launches.reset(direct=direct)
+        assert launches.find("key") is None
+        launches.keep("key", Owner(), [(compiled([]), (1,), ())])
+        assert (launches.find("key") is not None) is kept
 
+
+@pytest.mark.parametrize("operator", ["store", "prepare", "attend"])
+def test_a_key_holds_the_strides_of_every_tensor(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A strided tensor of the shape of an earlier call must not be launched as that call."""
+    asked: list[Any] = []
+
+    def again(key: Any, *_: Any) -> None:
+        asked.append(key)
+        raise LookupError
+
+    monkeypatch.setattr(launch, "_again", again)
     given = {
         "cache": torch.zeros(64, dtype=torch.uint8),
-        "q": torch.zeros(1, 2, 32),
-        "block_table": torch.zeros(1, 2, dtype=torch.int32),
+        "q": torch.zeros(4, 2, 32),
+        "k": torch.zeros(4, 2, 32),
+        "v": torch.zeros(4, 2, 32),
+        "slots": torch.zeros(4, dtype=torch.int64),
+        "block_table": torch.zeros(3, 2, dtype=torch.int32),
         "seq_lens": torch.ones(3, dtype=torch.int32),
         "query_starts": torch.zeros(4, dtype=torch.int32),
-        "sinks": None,
         "workspace": torch.zeros(64, dtype=torch.uint8),
-        "out": torch.zeros(1, 2, 32),
-        "lse": None,
+        "out": torch.zeros(4, 2, 32),
+        "sinks": torch.zeros(2),
+        "lse": torch.zeros(4, 2),
     }
-    tensor = given[name]
-    assert isinstance(tensor, torch.Tensor)
-    given[name] = tensor.repeat_interleave(2)[::2]
-    with pytest.raises(SpecMismatch, match=f"{name} must be contiguous"):
-        _attend(**given, geometry=[], scale=1.0, softcap=0.0, checked=False)  # type: ignore[arg-type]  # by name
-    if name == "cache":
-        rows = torch.zeros(1, 1, 32)
-        with pytest.raises(SpecMismatch, match="cache must be contiguous"):
-            _store(torch.zeros(64, dtype=torch.uint8)[::2], rows, rows, torch.zeros(1, dtype=torch.int64), [], False)
+
+    def key_of(tensors: dict[str, torch.Tensor]) -> Any:
+        t = tensors
+        batch = (t["block_table"], t["seq_lens"], t["query_starts"])
+        with pytest.raises(LookupError):
+            if operator == "store":
+                launch.store(t["cache"], t["k"], t["v"], t["slots"], G, checked=False)
+            elif operator == "prepare":
+                launch.prepare(t["cache"], 2, torch.float32, 4, *batch, t["workspace"], G, checked=False)
+            else:
+                launch.attend(
+                    t["cache"], t["q"], *batch, t["sinks"], t["workspace"], t["out"], t["lse"], G, scale=1.0,
+                    softcap=0.0, checked=False,
+                )  # fmt: skip
+        return asked[-1]
+
+    usual, taken = key_of(given), {"store": ("cache", "k", "v", "slots")}.get(operator, tuple(given))
+    if operator == "prepare":
+        taken = ("cache", "block_table", "seq_lens", "query_starts", "workspace")
+    for name in taken:
+        if operator == "attend" and name in ("k", "v", "slots"):
+            continue
+        strided = given[name].repeat_interleave(2, dim=-1)[..., ::2]
+        assert strided.shape == given[name].shape
+        assert key_of(given | {name: strided}) != usual, name
+    assert key_of(given) == usual

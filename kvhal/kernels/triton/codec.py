@@ -12,7 +12,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["bf16_bits", "decode", "encode_int4", "encode_rows", "f16_bits", "int4_scale", "int4_zero", "load_float"]
+__all__ = [
+    "as_float",
+    "bf16_bits",
+    "decode",
+    "encode_int4",
+    "encode_rows",
+    "f16_bits",
+    "int4_scale",
+    "int4_zero",
+    "load_float",
+    "load_raw",
+]
 
 NAN_WORD = tl.constexpr(0x7FC00000)
 INT4_NAN_WORD = tl.constexpr(0x7FC07E00)
@@ -173,12 +184,27 @@ def _pack_int4(first, second, mask):
 @triton.jit
 def load_float(pointers, mask):
     """Rows of any float dtype as fp32, zeros where masked."""
+    return as_float(load_raw(pointers, mask))
+
+
+@triton.jit
+def load_raw(pointers, mask):
+    """Rows of any float dtype as they are, zeros where masked; bfloat16 as its bits."""
     if pointers.dtype.element_ty == tl.bfloat16:
-        # By its bits: the interpreter's cast is wrong for subnormals.
-        bits = tl.load(pointers.to(tl.pointer_type(tl.uint16)), mask=mask, other=0)
-        value = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        # The interpreter's cast is wrong for subnormals.
+        raw = tl.load(pointers.to(tl.pointer_type(tl.uint16)), mask=mask, other=0)
     else:
-        value = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        raw = tl.load(pointers, mask=mask, other=0.0)
+    return raw
+
+
+@triton.jit
+def as_float(raw):
+    """What `load_raw` gave as fp32."""
+    if raw.dtype == tl.uint16:
+        value = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        value = raw.to(tl.float32)
     return value
 
 

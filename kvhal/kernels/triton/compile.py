@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from kvhal.kernels.aot import Job, cut_of, geometry_of
 from kvhal.kernels.listing import amd_loop, amd_names, nvidia_loop, nvidia_names
-from kvhal.kernels.triton import launch
+from kvhal.kernels.triton import launch, specialise
 from kvhal.kernels.triton.attend import attend_kernel
 from kvhal.kernels.triton.constants import Page, pow2
 from kvhal.kernels.triton.copy_blocks import move_kernel
@@ -97,37 +97,36 @@ def main() -> None:
 def _source(job: Job, tuning: Tuning) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     g = geometry_of(job)
     page = Page.of(g)
-    exact = {"enable_fp_fusion": False}
     if job.kernel == "move":
         return move_kernel, {"BYTES": 8, "BLOCK": launch.MOVE_ITEMS}, {"num_warps": 4}
     if job.kernel == "store":
-        tokens = 1 if job.phase == "decode" else 16
-        constants = {"P": page, "TOKENS": tokens, **launch.hardware_of(g, tuning), "PACKED": tuning.packed}
-        return store_kernel, constants, exact | {"num_warps": 1 if tokens == 1 else launch.store_warps(g, tuning)}
+        tokens = 1 if job.phase == "decode" else specialise.STORE_TOKENS
+        constants = {"P": page, "TOKENS": tokens, **specialise.hardware_of(g, tuning), "PACKED": tuning.packed}
+        return store_kernel, constants, specialise.store_options(g, tokens, tuning)
     if job.kernel == "gather":
-        return gather_kernel, {"P": page, "TOKENS": 4}, exact | {"num_warps": 1}
+        return gather_kernel, {"P": page, "TOKENS": 4}, specialise.EXACT | {"num_warps": 1}
     if job.kernel == "stage":
         return (
             stage_kernel,
-            {"P": page} | launch.stage_constants(g, tuning.staged, tuning),
-            launch.stage_options(tuning.staged),
+            {"P": page} | specialise.stage_constants(g, tuning.staged, tuning),
+            specialise.stage_options(tuning.staged),
         )
     if job.kernel == "prefill":
-        constants = launch.prefill_constants(g, job.group, tuning.staged, softcap=job.softcap)
-        return prefill_kernel, constants, launch.tile_options(tuning.staged)
+        constants = specialise.prefill_constants(g, job.group, tuning.staged, softcap=job.softcap)
+        return prefill_kernel, constants, specialise.tile_options(tuning.staged)
     cut = cut_of(job, tuning)
     common = {"P": page, "TOKENS": cut.tokens, "KEYS": cut.keys, "PROLOGUE": tuning.prologue}
     if job.kernel == "sequences":
         return sequences_kernel, common | {"CHUNK": launch.SEQUENCE_CHUNK}, {"num_warps": 1}
     if job.kernel == "schedule":
-        shape = {"CHUNK": launch.SCHEDULE_CHUNK, "STAGE_KEYS": tuning.staged.keys}
+        shape = {"CHUNK": specialise.SCHEDULE_CHUNK, "STAGE_KEYS": tuning.staged.keys}
         return schedule_kernel, common | shape, {"num_warps": 1}
     if job.kernel == "reduce":
         shape = {"PARTS": 8, "CHANNELS": pow2(g.v.head_dim), "CHUNK": launch.REDUCE_CHUNK}
-        shape |= {"GROUP": job.group, "ROWS": cut.rows, "DEPENDENT": tuning.dependent}
+        shape |= {"GROUP": job.group, "ROWS": cut.rows, "HEADS": 1, "DEPENDENT": tuning.dependent}
         return reduce_kernel, common | shape, {"num_warps": 1} | ({"launch_pdl": True} if tuning.dependent else {})
-    constants = launch.attend_constants(g, job.group, cut, tuning, softcap=job.softcap)
-    return attend_kernel, {"P": page} | constants, launch.tile_options(cut)
+    constants = specialise.attend_constants(g, job.group, cut, tuning, softcap=job.softcap)
+    return attend_kernel, {"P": page} | constants, specialise.tile_options(cut)
 
 
 def _target(arch: str) -> GPUTarget:

@@ -6,9 +6,7 @@ can be captured into a graph. The tensors of a call and the current stream decid
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import gcd
 from typing import Any
@@ -37,44 +35,44 @@ from kvhal.kernels.triton.launcher import ALIGNED, Bound, Launches
 from kvhal.kernels.triton.prefill import prefill_kernel
 from kvhal.kernels.triton.reduce import reduce_kernel
 from kvhal.kernels.triton.schedule import schedule_kernel, sequences_kernel
+from kvhal.kernels.triton.specialise import (
+    EXACT,
+    INTERPRETED,
+    SCHEDULE_CHUNK,
+    STORE_TOKENS,
+    attend_constants,
+    hardware_of,
+    prefill_constants,
+    stage_constants,
+    stage_options,
+    store_options,
+    tile_options,
+)
 from kvhal.kernels.triton.stage import stage_kernel
-from kvhal.kernels.triton.staging import StagedPage, Staging
+from kvhal.kernels.triton.staging import Staging
 from kvhal.kernels.triton.store import store_kernel
-from kvhal.kernels.triton.tuning import DEFAULT, Tile, Tuning
+from kvhal.kernels.triton.tuning import DEFAULT, Tuning
 from kvhal.kernels.triton.workspace import AttendCut, AttendWorkspace
 
-__all__ = [
-    "attend",
-    "attend_constants",
-    "copy_blocks",
-    "gather",
-    "prefill_constants",
-    "prepare",
-    "set_tuning",
-    "stage_constants",
-    "stage_options",
-    "store",
-    "tile_options",
-    "tuning_of",
-]
+__all__ = ["attend", "copy_blocks", "gather", "prepare", "set_tuning", "store", "tuning_of"]
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Processors the interpreter pretends to have: few, so that its one thread has little to do and items are still split.
 INTERPRETED_PROCESSORS = 3
-EXACT: dict[str, Any] = {"enable_fp_fusion": False}
-SCHEDULE_CHUNK = 64
 SEQUENCE_CHUNK = 128
 SCHEDULE_LANES = 32
 REDUCE_CHUNK = 32
-STAGE_WARPS = 4
 # Reduction: most parts and most elements read at a time; rows of the result from which one program serves a whole row.
 MOST_PARTS = 256
 REDUCED = 1024
 MANY_ROWS = 1024
+# Query heads a program of the reduction serves, where most have nothing to join.
+PROMPT_HEADS = 8
 MOVE_BYTES = 1 << 24
 MOVE_ITEMS = 2048
 # Launches of an attend that stages nothing: attend and reduce.
 BOTH = 2
+# A compiled kernel, its grid, the values of its parameters after the pointers.
+Launched = tuple[Any, tuple[int, ...], Sequence[Any]]
 _TUNINGS: dict[int, Tuning] = {}
 _LAUNCHES = Launches()
 
@@ -111,7 +109,7 @@ def store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, g: LayerGeometry, 
     if not count:
         return
     tuning = tuning_of(cache.device)
-    tokens, warps = (1, 1) if count <= tuning.store_small else (16, store_warps(g, tuning))
+    tokens = 1 if count <= tuning.store_small else STORE_TOKENS
     grid = (-(-count // tokens) * g.num_kv_heads,)
     values = (
         g.base, g.block_stride, max(0, g.scales_offset), g.counters_offset, g.num_blocks * g.block_size, count,
@@ -119,7 +117,7 @@ def store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, g: LayerGeometry, 
         tuning.packed and not INTERPRETED,
     )  # fmt: skip
     with _on(cache):
-        compiled = store_kernel[grid](cache, k, v, slots, *values, num_warps=warps, **EXACT)
+        compiled = store_kernel[grid](cache, k, v, slots, *values, **store_options(g, tokens, tuning))
     _keep(key, pointers, g, [(compiled, grid, values)])
 
 
@@ -209,7 +207,7 @@ def prepare(
     cut = _cut(g, q_heads, num_tokens, num_seqs, dtype, tuning)
     work = AttendWorkspace.of(cut, g.v.head_dim, num_tokens, num_seqs)
     check_workspace(workspace, work.nbytes, cache)
-    staging = _staging(g, cut, q_heads, num_tokens, work, workspace, tuning)
+    staging = Staging.of(g, q_heads, num_tokens, num_seqs, work.nbytes, workspace.shape[0], tuning)
     common = (_page(g), cut.tokens, cut.keys, tuning.prologue)
     tiles = cut.most_tiles(g, num_tokens, num_seqs, block_table.shape[1], tuning)
     count, steps = cut.programs(_processors(cache.device), tuning, tiles)
@@ -288,12 +286,14 @@ def attend(
     work = AttendWorkspace.of(cut, g.v.head_dim, tokens, num_seqs)
     check_workspace(workspace, work.nbytes, cache)
     page, group = _page(g), heads // g.num_kv_heads
-    staging = _staging(g, cut, heads, tokens, work, workspace, tuning)
+    staging = Staging.of(g, heads, tokens, num_seqs, work.nbytes, workspace.shape[0], tuning)
     tiles = cut.most_tiles(g, tokens, num_seqs, block_table.shape[1], tuning)
     count, _ = cut.programs(_processors(cache.device), tuning, tiles)
     lse_strides = (0, 0) if lse is None else (lse.stride(0), lse.stride(1))
     constants = attend_constants(g, group, cut, tuning, softcap=softcap > 0)
     parts, channels, warps = _reduce_shape(g, cut, tokens, heads, count)
+    # Few rows of prompts are shared by programs, and those of staged sequences by none.
+    each = gcd(heads, PROMPT_HEADS) if cut.prefill or staging else 1
     read = (
         g.base, g.block_stride, max(0, g.scales_offset), block_table.stride(0), g.num_blocks,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), *lse_strides,
@@ -302,82 +302,58 @@ def attend(
     join = (
         num_seqs, out.stride(0), out.stride(1), *lse_strides,
         work.sequences, work.starts, work.rows, work.lse, work.partial,
-        page, group, cut.tokens, cut.rows, cut.keys, tuning.prologue, parts, channels, REDUCE_CHUNK,
+        page, group, cut.tokens, cut.rows, cut.keys, tuning.prologue, parts, channels, REDUCE_CHUNK, each,
         constants["DEPENDENT"],
     )  # fmt: skip
     options: dict[str, Any] = {"num_warps": warps}
     if constants["DEPENDENT"]:
         options["launch_pdl"] = True
-    grids = (count,), (tokens, heads, -(-g.v.head_dim // channels))
-    launched: list[tuple[Any, tuple[int, ...], Sequence[Any]]] = []
+    grids = (count,), (tokens, heads // each, -(-g.v.head_dim // channels))
     with _on(cache):
+        staged = []
         if staging:
-            longest = -(-block_table.shape[1] * g.block_size // staging.tile.keys)
-            grid = (min(staging.tiles, num_seqs * longest), g.num_kv_heads)
-            where = (work.sequences, staging.exponents, staging.keys, staging.values)
-            copied = (
-                g.base, g.block_stride, block_table.stride(0), g.num_blocks, num_seqs, staging.tiles, *where, page,
-                *stage_constants(g, staging.tile, tuning).values(),
-            )  # fmt: skip
-            compiled = stage_kernel[grid](cache, block_table, workspace, *copied, **stage_options(staging.tile))
-            launched.append((compiled, grid, copied))
-            grid = (tokens // staging.tokens + num_seqs, g.num_kv_heads)
-            over = (
-                max(0, g.scales_offset), q.stride(0), q.stride(1), out.stride(0), out.stride(1), *lse_strides, scale,
-                softcap, num_seqs, staging.tiles, *where,
-                *prefill_constants(g, group, staging.tile, softcap=softcap > 0).values(),
-            )  # fmt: skip
-            compiled = prefill_kernel[grid](cache, q, workspace, sinks, out, lse, *over, **tile_options(staging.tile))
-            launched.append((compiled, grid, over))
+            call = (scale, softcap, num_seqs, *lse_strides)
+            staged = _staged(cache, q, block_table, workspace, sinks, out, lse, g, staging, work, call, tuning)
         first = attend_kernel[grids[0]](cache, q, block_table, workspace, sinks, out, lse, *read, **tile_options(cut))
         second = reduce_kernel[grids[1]](workspace, sinks, out, lse, *join, **options)
-    _keep(key, pointers, g, [(first, grids[0], read), (second, grids[1], join), *launched])
+    _keep(key, pointers, g, [(first, grids[0], read), (second, grids[1], join), *staged])
 
 
-def stage_constants(g: LayerGeometry, tile: Tile, tuning: Tuning) -> dict[str, Any]:
-    """The compile-time constants of `stage_kernel` after P, in its order."""
-    return {
-        "S": StagedPage.of(g),
-        "KEYS": tile.keys,
-        "CHUNK": SCHEDULE_CHUNK,
-        "CONVERSION": "arithmetic" if INTERPRETED else tuning.conversion,
-        **hardware_of(g, tuning),
-    }
-
-
-def prefill_constants(g: LayerGeometry, group: int, tile: Tile, *, softcap: bool) -> dict[str, Any]:
-    """The compile-time constants of `prefill_kernel`, in its order."""
-    return {
-        "S": StagedPage.of(g),
-        "GROUP": group,
-        "TOKENS": tile.rows // group,
-        "ROWS": tile.rows,
-        "KEYS": tile.keys,
-        "SOFTCAP": softcap,
-        "CHUNK": SCHEDULE_CHUNK,
-        "FULL": INTERPRETED,
-    }
-
-
-def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tuning, *, softcap: bool) -> dict[str, Any]:
-    """The compile-time constants of `attend_kernel` after P, in its order; ahead-of-time compilation uses the same."""
-    return {
-        "GROUP": group,
-        "TOKENS": cut.tokens,
-        "ROWS": cut.rows,
-        "COLUMNS": cut.columns,
-        "PAIRS": cut.pairs,
-        "MANY": cut.many,
-        "KEYS": cut.keys,
-        "PROLOGUE": tuning.prologue,
-        "SOFTCAP": softcap,
-        "PAD": tuning.pad_weights and cut.columns > cut.rows,
-        "CONVERSION": "arithmetic" if INTERPRETED else tuning.conversion,
-        **hardware_of(g, tuning),
-        # The interpreter multiplies the bits of bfloat16 operands.
-        "FULL": INTERPRETED,
-        "DEPENDENT": tuning.dependent and not INTERPRETED,
-    }
+def _staged(
+    cache: Tensor,
+    q: Tensor,
+    block_table: Tensor,
+    workspace: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    g: LayerGeometry,
+    staging: Staging,
+    work: AttendWorkspace,
+    call: tuple[float, float, int, int, int],
+    tuning: Tuning,
+) -> list[Launched]:
+    """Stage what the schedule chose and compute it. call: scale, softcap, sequences, strides of lse."""
+    scale, softcap, num_seqs, *lse_strides = call
+    longest = -(-block_table.shape[1] * g.block_size // staging.tile.keys)
+    grids = (
+        (min(staging.tiles, num_seqs * longest), g.num_kv_heads),
+        (q.shape[0] // staging.tokens + num_seqs, g.num_kv_heads),
+    )
+    where = (work.sequences, staging.exponents, staging.keys, staging.values)
+    copied = (
+        g.base, g.block_stride, block_table.stride(0), g.num_blocks, num_seqs, staging.tiles, *where, _page(g),
+        *stage_constants(g, staging.tile, tuning).values(),
+    )  # fmt: skip
+    over = (
+        max(0, g.scales_offset), q.stride(0), q.stride(1), out.stride(0), out.stride(1), *lse_strides, scale, softcap,
+        num_seqs, staging.tiles, *where,
+        *prefill_constants(g, q.shape[1] // g.num_kv_heads, staging.tile, softcap=softcap > 0).values(),
+    )  # fmt: skip
+    options = stage_options(staging.tile), tile_options(staging.tile)
+    stage = stage_kernel[grids[0]](cache, block_table, workspace, *copied, **options[0])
+    prefill = prefill_kernel[grids[1]](cache, q, workspace, sinks, out, lse, *over, **options[1])
+    return [(stage, grids[0], copied), (prefill, grids[1], over)]
 
 
 def _refuse_faults(
@@ -409,7 +385,7 @@ def _keep(
     key: tuple[Any, ...],
     pointers: Sequence[int | None],
     g: LayerGeometry,
-    launched: Sequence[tuple[Any, tuple[int, ...], Sequence[Any]]],
+    launched: Sequence[Launched],
 ) -> None:
     """Keep what was launched, with `g`, so that its id names no other geometry."""
     if _are_aligned(pointers):
@@ -434,41 +410,6 @@ def _page(g: LayerGeometry) -> Page:
 
 def _cut(g: LayerGeometry, q_heads: int, tokens: int, num_seqs: int, dtype: torch.dtype, tuning: Tuning) -> AttendCut:
     return AttendCut.of(g, q_heads, tokens, num_seqs, str(dtype).removeprefix("torch."), tuning)
-
-
-def store_warps(g: LayerGeometry, tuning: Tuning) -> int:
-    """Warps of a store program: half as many for rows of half as many bytes."""
-    is_half = g.k.encoding.bits == 4 and g.v.encoding.bits == 4
-    return max(1, tuning.store_warps // 2) if is_half else tuning.store_warps
-
-
-def hardware_of(g: LayerGeometry, tuning: Tuning) -> dict[str, bool]:
-    """Whether K and V are converted by the hardware's own instructions: each for itself, since they may differ."""
-    stores = {"HARDWARE_K": g.k, "HARDWARE_V": g.v}
-    return {name: of.encoding.name in tuning.hardware and not INTERPRETED for name, of in stores.items()}
-
-
-def _staging(
-    g: LayerGeometry,
-    cut: AttendCut,
-    q_heads: int,
-    tokens: int,
-    work: AttendWorkspace,
-    workspace: Tensor,
-    tuning: Tuning,
-) -> Staging | None:
-    return Staging.of(g, q_heads, tokens, work.nbytes, workspace.shape[0], tuning) if cut.prefill else None
-
-
-def tile_options(tile: AttendCut | Tile) -> dict[str, Any]:
-    """What Triton is told beside the constants of a kernel that works in tiles."""
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return options | {"maxnreg": tile.maxnreg} if tile.maxnreg else options
-
-
-def stage_options(tile: Tile) -> dict[str, Any]:
-    """What Triton is told beside the constants of `stage_kernel`: left alone, ptxas spills a few registers."""
-    return tile_options(replace(tile, num_warps=STAGE_WARPS))
 
 
 def _reduce_shape(g: LayerGeometry, cut: AttendCut, tokens: int, heads: int, programs: int) -> tuple[int, int, int]:

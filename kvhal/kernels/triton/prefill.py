@@ -26,7 +26,7 @@ LEAST_SHIFT = tl.constexpr(-30)
 
 
 @triton.jit(do_not_specialize=["scale", "softcap", "num_seqs", "tiles"])
-def prefill_kernel(
+def prefill_kernel(  # noqa: PLR0915  # one kernel, one function
     cache,
     q,
     workspace,
@@ -169,7 +169,7 @@ def _tile(
     FULL: tl.constexpr,
     MASK: tl.constexpr,
 ):
-    """Fold tile i of keys, one of PARTS of a staged tile, into the running softmax. MASK: not all queries see all of it.
+    """Fold tile i of keys, one of PARTS of a staged tile, into the running softmax. MASK: not all see all of it.
 
     largest: the largest biased exponent of values so far; `total` is in units of its power of two.
     """

@@ -14,7 +14,7 @@ __all__ = ["reduce_kernel"]
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
-def reduce_kernel(  # noqa: PLR0915  # one kernel, one function
+def reduce_kernel(
     workspace,
     sinks,
     out,
@@ -38,18 +38,15 @@ def reduce_kernel(  # noqa: PLR0915  # one kernel, one function
     PARTS: tl.constexpr,
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
+    HEADS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (token, query head, i): CHANNELS channels of one row of the result.
+    """Program (token, h, i): CHANNELS channels of one row of the result of each of HEADS query heads.
 
     A row of an unreadable sequence is NaN; a row that sees nothing, or that belongs to no sequence, is zero.
     DEPENDENT: this grid may have started before attend's ended; what the step's schedule holds is older than both.
     """
     token = tl.program_id(0)
-    head = tl.program_id(1)
-    channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = channel < P.v.dim
-    one = tl.arange(0, 1)
     b = tl.load((workspace + rows_at).to(tl.pointer_type(tl.int32)) + token)
     known = (b >= 0) & (b < num_seqs)
     entry = (workspace + sequences_at).to(tl.pointer_type(tl.int32)) + tl.where(known, b, 0) * 8
@@ -58,14 +55,57 @@ def reduce_kernel(  # noqa: PLR0915  # one kernel, one function
     length = tl.load(entry + 2)
     # Where query_starts make no sense a row's sequence may be left over from another call.
     known = known & (token >= first) & (token < first + queries)
+    staged = known & (tl.load(entry + 6) >= 0)
     if DEPENDENT:
         # In every program, or this grid could end, and the next kernel start, while attend still runs.
         tl.extra.cuda.gdc_wait()
+    # `prefill` wrote the rows of staged sequences.
+    if not staged:
+        for i in range(HEADS):
+            _row(
+                workspace, sinks, out, lse, token, tl.program_id(1) * HEADS + i, b, entry, known, first, queries,
+                length, o_token, o_head, lse_token, lse_head, starts_at, lse_at, partial_at,
+                P, GROUP, TOKENS, ROWS, KEYS, PROLOGUE, PARTS, CHANNELS, CHUNK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _row(  # noqa: PLR0915  # top to bottom
+    workspace,
+    sinks,
+    out,
+    lse,
+    token,
+    head,
+    b,
+    entry,
+    known,
+    first,
+    queries,
+    length,
+    o_token,
+    o_head,
+    lse_token,
+    lse_head,
+    starts_at,
+    lse_at,
+    partial_at,
+    P: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    PARTS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One row of the result: joined where several programs shared it, filled where none computed it."""
+    channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < P.v.dim
+    one = tl.arange(0, 1)
     to = out + token.to(tl.int64) * o_token + head.to(tl.int64) * o_head + channel
     lse_to = token.to(tl.int64) * lse_token + head * lse_head
-    if known & (tl.load(entry + 6) >= 0):
-        # `prefill` wrote this row.
-        return
     if known & (length > 0):
         header = workspace.to(tl.pointer_type(tl.int64))
         line = tl.load(header)

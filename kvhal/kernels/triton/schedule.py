@@ -110,7 +110,7 @@ def sequences_kernel(
 
 @triton.jit
 def _placed(entries, index, there, staged, tiles, least, STAGE_KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """(first staged tile or -1, tiles to walk, tiles asked for so far) of some sequences: staged while there is room."""
+    """(first staged tile or -1, tiles to walk, tiles asked for so far): sequences are staged while there is room."""
     cost = tl.load(entries + index * 8 + 3, mask=there, other=0)
     at = tl.full(index.shape, -1, tl.int32)
     if STAGE_KEYS > 0:
@@ -157,7 +157,7 @@ def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
     program needs no second look before it can load its queries and keys.
 
     The virtual line holds, for each sequence, head and item, PROLOGUE empty tiles and then its tiles of keys. Sequences
-    of at least `stage_least` queries that fit into `stage_tiles` tiles of STAGE_KEYS are not on it (STAGE_KEYS 0: all are).
+    of at least `stage_least` queries that fit into `stage_tiles` tiles of STAGE_KEYS are not on it (0: all are).
     """
     lane = tl.arange(0, CHUNK)
     entries = (workspace + sequences_at).to(tl.pointer_type(tl.int32))

@@ -69,12 +69,14 @@ class Staging:
     @classmethod
     @lru_cache(maxsize=1024)
     def of(
-        cls, g: LayerGeometry, num_q_heads: int, num_tokens: int, begin: int, end: int, tuning: Tuning
+        cls, g: LayerGeometry, num_q_heads: int, num_tokens: int, num_seqs: int, begin: int, end: int, tuning: Tuning
     ) -> Staging | None:
-        """For a prefill, between bytes `begin` and `end` of the workspace; None for one that does not stage."""
+        """Between bytes `begin` and `end` of the workspace; None for a call of a shape that has nothing to stage."""
         group = num_q_heads // g.num_kv_heads
         tile = tuning.staged
-        if not _is_worth(num_q_heads, num_tokens, tuning) or group > tile.rows:
+        # By shape alone: where every other sequence has a query, is a prompt left?
+        has_prompt = num_tokens >= num_seqs - 1 + tuning.staged_queries
+        if not has_prompt or not _is_worth(num_q_heads, num_tokens, tuning) or group > tile.rows:
             return None
         tiles = (end - begin - ROUNDED) // _bytes_a_tile(g, tile)
         if tiles < 1:

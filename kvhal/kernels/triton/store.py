@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvhal.kernels.triton.codec import encode_int4, encode_rows, load_float
+from kvhal.kernels.triton.codec import as_float, encode_int4, encode_rows, load_raw
 
 __all__ = ["store_kernel"]
 
@@ -44,7 +44,11 @@ def store_kernel(
     HEADS: tl.constexpr = P.heads
     token = (tl.program_id(0) // HEADS).to(tl.int64) * TOKENS + lane
     head = (tl.program_id(0) % HEADS).to(tl.int64)
-    slot = tl.load(slots + token, mask=token < num_tokens, other=-1).to(tl.int64)
+    there = token < num_tokens
+    slot = tl.load(slots + token, mask=there, other=-1).to(tl.int64)
+    # All loads first, none of which waits for the slot: a store between them would hold back those after it.
+    k_first, k_second = _load(k + token * k_token + head * k_head, there, K)
+    v_first, v_second = _load(v + token * v_token + head * v_head, there, V)
     ok = (slot >= 0) & (slot < num_slots)
     counters = (cache + counters_offset).to(tl.pointer_type(tl.int64))
     if head == 0:
@@ -55,19 +59,30 @@ def store_kernel(
     page = base + safe // P.block_size * block_stride
     inside = (safe % P.block_size).to(tl.int32)
     scales = (cache + scales_offset).to(tl.pointer_type(tl.float32))
-    k_rows = k + token * k_token + head * k_head
-    v_rows = v + token * v_token + head * v_head
-    bad = _put(cache, k_rows, scales, slot, page, inside, head, ok, K, TOKENS, HARDWARE_K, PACKED)
-    bad += _put(cache, v_rows, scales + 1, slot, page, inside, head, ok, V, TOKENS, HARDWARE_V, PACKED)
+    bad = _put(cache, k_first, k_second, scales, slot, page, inside, head, ok, K, TOKENS, HARDWARE_K, PACKED)
+    bad += _put(cache, v_first, v_second, scales + 1, slot, page, inside, head, ok, V, TOKENS, HARDWARE_V, PACKED)
     count = tl.sum(bad, axis=0)
     if count > 0:
         tl.atomic_add(counters, count.to(tl.int64))
 
 
 @triton.jit
+def _load(rows, there, R: tl.constexpr):
+    """Rows [TOKENS, block] at pointers `rows` [TOKENS] as they are; for int4 their two halves."""
+    channel = tl.arange(0, R.block)
+    mask = there[:, None] & (channel < R.width)[None, :]
+    first = load_raw(rows[:, None] + channel[None, :], mask)
+    second = first
+    if R.encoding == "int4":
+        second = load_raw(rows[:, None] + (channel + R.width)[None, :], mask)
+    return first, second
+
+
+@triton.jit
 def _put(
     cache,
-    rows,
+    x,
+    upper,
     scale,
     slot,
     page,
@@ -79,19 +94,17 @@ def _put(
     HARDWARE: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Write the rows at pointers `rows` [TOKENS]; int32 [TOKENS], 1 for those that were not finite."""
+    """Write rows [TOKENS, block]; int32 [TOKENS], 1 for those that were not finite."""
     channel = tl.arange(0, R.block)
     valid = (channel < R.width)[None, :]
     mask = ok[:, None] & valid
-    x = load_float(rows[:, None] + channel[None, :], mask)
     if R.encoding == "int4":
-        upper = load_float(rows[:, None] + (channel + R.width)[None, :], mask)
-        codes, words, bad = encode_int4(x, upper, valid, R, PACKED)
+        codes, words, bad = encode_int4(as_float(x), as_float(upper), valid, R, PACKED)
     else:
         static_scale = tl.full([1], 1.0, tl.float32)
         if R.scaling == "static":
             static_scale = tl.load(scale + tl.arange(0, 1))
-        codes, words, bad = encode_rows(x, static_scale, R, HARDWARE, PACKED)
+        codes, words, bad = encode_rows(as_float(x), static_scale, R, HARDWARE, PACKED)
     if R.scaling == "row":
         W: tl.constexpr = R.words
         at = page + head * W.head + W.offset + inside // R.tile_tokens * W.tile + inside % R.tile_tokens * W.hi

@@ -62,7 +62,8 @@ class Tuning:
     what the workspace has room for. prologue: what starting an item costs, in tiles. shared_bytes: shared memory a
     program may use. dependent: the reduction is launched while attend runs (CUDA from sm_90).
     packed: store makes four integer codes at a time (CUDA from sm_90). store_small: calls up to so many tokens take one
-    token a program. direct: calls that are known go past Triton's own launcher, where it was tested (CUDA).
+    token a program. store_registers: a cap where the hardware converts rows with row words for tiled pages, 0 for none
+    (CUDA). direct: calls that are known go past Triton's own launcher, where it was tested (CUDA).
     staged: the tile over contexts staged as fp16. staged_bytes: workspace set aside for them, 0 for no staging.
     staged_rows: fewest rows (queries x query heads) of a call that stages; staged_queries: of a sequence, in queries.
     """
@@ -87,6 +88,7 @@ class Tuning:
     packed: bool = False
     store_small: int = 256
     store_warps: int = 2
+    store_registers: int = 0
     direct: bool = False
     staged: Tile = STAGED
     staged_bytes: int = 128 << 20

@@ -8,13 +8,13 @@ leaves a partial result in one of its two slots (its first item and its last) an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from kvhal.kernels.geometry import LayerGeometry
 from kvhal.kernels.triton.constants import pow2
 from kvhal.kernels.triton.staging import staging_bytes
-from kvhal.kernels.triton.tuning import DEFAULT, Tuning, family_of
+from kvhal.kernels.triton.tuning import DEFAULT, Tile, Tuning, family_of
 from kvhal.modes import Scaling
 
 __all__ = ["AttendCut", "AttendWorkspace", "triton_workspace_bytes"]
@@ -86,22 +86,18 @@ class AttendCut:
         """The cut for `each` queries a sequence."""
         prefill = each > MAX_DECODE_QUERIES
         encoding, careful = g.k.encoding.name, is_careful(g)
-        pairs = needs_pairs(encoding, dtype)
-        is_row_major = g.v.codes.shape[4] == 1
         # Accumulators grow with the head, and masks for a head that is no power of two take registers too.
         dim = max(g.k.head_dim, g.v.head_dim)
         cap = min(ACCUMULATED // pow2(dim) // (1 + careful), 64 if dim == pow2(dim) else 32)
         # By the rows asked for: padding them to a matrix instruction's columns makes no verification of a decode step.
         phase = phase_of(pow2(group * _tokens(each, min(tuning.verify_rows, cap), group)), prefill=prefill)
-        tile = tuning.tile(_family(g), phase)
-        own = tile.inline if is_row_major else None
-        tile = own or tile
+        usual = tuning.tile(_family(g), phase)
+        own = usual.inline if _is_row_major(g) else None
+        tile = own or usual
         # A bfloat16 key keeps the precision of other queries only in pairs.
+        pairs = needs_pairs(encoding, dtype)
         many = (prefill if tile.many is None else tile.many) and not (pairs and encoding == "bfloat16")
-        most = tuning.verify_rows
-        if prefill:
-            most = tuning.careful_rows if careful else tuning.prefill_rows
-        most = tile.rows or most
+        most = tile.rows or _most_rows(tuning, prefill=prefill, careful=careful)
         if many:
             most = max(16, min(most, MANY_ACCUMULATED // pow2(dim) // (1 + (dim > MANY_CHANNELS)) // (1 + careful)))
         else:
@@ -112,32 +108,13 @@ class AttendCut:
             pairs, rows = False, max(16, tile.rows, rows)
         columns = max(tuning.columns, rows * (2 if pairs else 1))
         rows = columns // 2 if pairs else columns
-        keys, stages, registers = tile.keys, tile.num_stages, tile.maxnreg
-        keys = max(16, min(keys, KEYS_BY_CHANNELS // pow2(dim)))
-        if is_row_major and own is None:
-            # V is turned in registers: short tiles.
-            is_small = max(DECODE_ROWS, rows) * pow2(dim) <= ROW_MAJOR_ACCUMULATED * tuning.warp_holds
-            keys = min(keys, 32 if prefill or is_small else 16)
-        wide = max(pow2(g.k.head_dim) * g.k.codes.itemsize, pow2(g.v.head_dim) * g.v.codes.itemsize)
-        crowded = rows > DECODE_ROWS and (is_row_major or careful) and not many
-        held = (
-            wide * min(keys, 32) // TILE_BYTES_A_WARP,
-            rows * pow2(dim) // ACCUMULATED_A_WARP * (1 + crowded),
-            min(keys, 32) * columns // SCORES_A_WARP,
-        )
-        # A prefill tile says its warps itself, and so does one without a cap on registers.
-        is_told = many and (prefill or not registers)
-        warps = max(tile.num_warps, 1 if is_told else min(8, max(held) // tuning.warp_holds))
-        if registers and not (prefill or careful or is_row_major) and (warps > tile.num_warps or dim <= SMALL_HEAD):
-            # Two warps, or a small head, want more keys at a time (measured on sm_90).
-            keys = min(2 * keys, max(keys, MOST_KEYS), KEYS_BY_CHANNELS // pow2(dim))
-        if registers and (warps > tile.num_warps or dim > 128 or is_row_major):
-            registers = MOST_REGISTERS
-        while stages > 1 and stages * _tile_bytes(g, keys) > tuning.shared_bytes:
-            stages -= 1
+        shape = _Shape(g, dim, rows, columns, prefill=prefill, many=many)
+        tile = shape.fitted(tile, tuning, is_own=own is not None)
         partial = 4 * rows * (g.v.head_dim + 1)
         slots = 2 * max(1, min(tuning.max_programs, PARTIAL_BYTES // (2 * partial)))
-        return cls(prefill, many, tokens, rows, columns, pairs, keys, warps, stages, registers, slots)
+        return cls(
+            prefill, many, tokens, rows, columns, pairs, tile.keys, tile.num_warps, tile.num_stages, tile.maxnreg, slots
+        )
 
     def programs(
         self, processors: int, tuning: Tuning, most_tiles: int = 1 << 62
@@ -158,6 +135,59 @@ class AttendCut:
         """A bound on the line of tiles of a call of this shape: every sequence as long as its row of the table."""
         items = (num_tokens + num_seqs * (self.tokens - 1)) // self.tokens
         return g.num_kv_heads * items * (-(-max_blocks * g.block_size // self.keys) + tuning.prologue)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a tile must fit: the products of one item. dim: the larger head size."""
+
+    g: LayerGeometry
+    dim: int
+    rows: int
+    columns: int
+    prefill: bool
+    many: bool
+
+    def fitted(self, tile: Tile, tuning: Tuning, *, is_own: bool) -> Tile:
+        """`tile` with the keys, warps, stages and registers that this shape leaves room for.
+
+        is_own: the tile was chosen for rows of V as they lie (inline pages), so no rule for them applies.
+        """
+        keys, warps = self._keys(tile.keys, tuning, is_own=is_own), tile.num_warps
+        # A prefill tile says its warps itself, and so does one without a cap on registers.
+        if not (self.many and (self.prefill or not tile.maxnreg)):
+            warps = max(warps, self._warps(keys, tuning))
+        registers = tile.maxnreg
+        wide, row_major = self.dim > SMALL_HEAD, _is_row_major(self.g)
+        if registers and not (self.prefill or is_careful(self.g) or row_major) and (warps > tile.num_warps or not wide):
+            # Two warps, or a small head, want more keys at a time (measured on sm_90).
+            keys = min(2 * keys, max(keys, MOST_KEYS), KEYS_BY_CHANNELS // pow2(self.dim))
+        if registers and (warps > tile.num_warps or self.dim > MANY_CHANNELS or row_major):
+            registers = MOST_REGISTERS
+        stages = tile.num_stages
+        while stages > 1 and stages * _tile_bytes(self.g, keys) > tuning.shared_bytes:
+            stages -= 1
+        return replace(tile, keys=keys, num_warps=warps, num_stages=stages, maxnreg=registers)
+
+    def _keys(self, keys: int, tuning: Tuning, *, is_own: bool) -> int:
+        keys = max(16, min(keys, KEYS_BY_CHANNELS // pow2(self.dim)))
+        if is_own or not _is_row_major(self.g):
+            return keys
+        # V is turned in registers: short tiles.
+        is_small = max(DECODE_ROWS, self.rows) * pow2(self.dim) <= ROW_MAJOR_ACCUMULATED * tuning.warp_holds
+        return min(keys, 32 if self.prefill or is_small else 16)
+
+    def _warps(self, keys: int, tuning: Tuning) -> int:
+        """Warps that hold the tile, the result and the scores."""
+        g, keys = self.g, min(keys, 32)
+        wide = max(pow2(of.head_dim) * of.codes.itemsize for of in (g.k, g.v))
+        crowded = self.rows > DECODE_ROWS and (_is_row_major(g) or is_careful(g)) and not self.many
+        held = (
+            wide * keys // TILE_BYTES_A_WARP,
+            self.rows * pow2(self.dim) // ACCUMULATED_A_WARP * (1 + crowded),
+            keys * self.columns // SCORES_A_WARP,
+        )
+        return min(8, max(held) // tuning.warp_holds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +253,17 @@ def triton_workspace_bytes(
 def _tokens(each: int, rows: int, group: int) -> int:
     """Queries an item has, if it has up to `rows` rows."""
     return min(pow2(each), max(1, rows // group))
+
+
+def _most_rows(tuning: Tuning, *, prefill: bool, careful: bool) -> int:
+    if not prefill:
+        return tuning.verify_rows
+    return tuning.careful_rows if careful else tuning.prefill_rows
+
+
+def _is_row_major(g: LayerGeometry) -> bool:
+    """Whether V lies in rows, as in inline pages."""
+    return g.v.codes.shape[4] == 1
 
 
 def needs_pairs(encoding: str, dtype: str) -> bool:

@@ -38,9 +38,7 @@ def with_room(one: Batch, tiles: int) -> Tuning:
     """The tuning that stages up to `tiles` tiles of this cache."""
     page, tile = StagedPage.of(one.cache.geometry), STAGED.staged
     each = page.heads * (8 + 2 * tile.keys * (page.k.block + page.v.block))
-    tuning = replace(STAGED, staged_bytes=tiles * each)
-    launch.set_tuning(0, tuning)
-    return tuning
+    return replace(STAGED, staged_bytes=tiles * each)
 
 
 def attend(one: Batch, tuning: Tuning = STAGED, **given: Any) -> tuple[Tensor, Tensor, list[int]]:
@@ -70,6 +68,7 @@ def attend(one: Batch, tuning: Tuning = STAGED, **given: Any) -> tuple[Tensor, T
 
 
 def check(one: Batch, places: list[int], tuning: Tuning = STAGED, **given: Any) -> None:
+    launch.set_tuning(0, tuning)
     out, lse, found = attend(one, tuning, **given)
     assert found == places
     right, right_lse = one.right(**given)
@@ -94,6 +93,21 @@ def test_what_does_not_fit_is_read_from_the_pages(tiles: int, places: list[int])
     check(one, places, with_room(one, tiles), sinks=torch.tensor([0.5, -1.0, 3.0, 0.0]))
 
 
+def test_prompts_among_decode_steps() -> None:
+    """What a batch has on average does not decide: the prompt is staged, the others are computed as a decode step."""
+    one = Batch(make(blocks=24), [70, 40, 50, 9, 16, 33], [21, 1, 1, 3, 1, 1], q_heads=4)
+    check(one, [0, -1, -1, -1, -1, -1], replace(STAGED, staged_queries=20))
+
+
+def test_no_sequences_and_no_queries() -> None:
+    one = Batch(make(), [40, 5], [40, 0], q_heads=2)
+    check(one, [0, -1])
+    one.lengths, one.queries, one.table = [], [], one.table[:0]
+    out, lse, _ = attend(one)
+    assert not out.any()
+    assert bool((lse == -math.inf).all())
+
+
 @pytest.mark.parametrize("queries", [[30, 11], [5, 37]])
 @pytest.mark.parametrize("window", [1, 16, 33])
 def test_windows_stage_what_they_see(window: int, queries: list[int]) -> None:
@@ -104,7 +118,8 @@ def test_windows_stage_what_they_see(window: int, queries: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "dim_v", "heads", "group"), [(16, 16, 1, 1), (80, 112, 3, 2), (192, 128, 1, 16), (8, 24, 5, 3), (24, 8, 1, 7)]
+    ("dim", "dim_v", "heads", "group"),
+    [(16, 16, 1, 1), (80, 112, 3, 2), (192, 128, 1, 16), (8, 24, 5, 3), (24, 8, 1, 7)],
 )
 @pytest.mark.parametrize("mode", ["int8_per_token_head", "int4_per_token_head", "float16"])
 def test_shapes_that_are_no_powers_of_two(mode: str, dim: int, dim_v: int, heads: int, group: int) -> None:

@@ -1,0 +1,112 @@
+"""What each kernel is compiled for: its compile-time constants, and what Triton is told beside them.
+
+`launch` and the ahead-of-time compilation (`compile`) take them from here, so that what is proved is what runs.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from kvhal.kernels.geometry import LayerGeometry
+from kvhal.kernels.triton.staging import StagedPage
+from kvhal.kernels.triton.tuning import Tile, Tuning
+from kvhal.kernels.triton.workspace import AttendCut
+from kvhal.modes import Scaling
+
+__all__ = [
+    "EXACT",
+    "INTERPRETED",
+    "SCHEDULE_CHUNK",
+    "STORE_TOKENS",
+    "attend_constants",
+    "hardware_of",
+    "prefill_constants",
+    "stage_constants",
+    "stage_options",
+    "store_options",
+    "tile_options",
+]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EXACT: dict[str, Any] = {"enable_fp_fusion": False}
+# Tokens of a store program, where there are more than a few.
+STORE_TOKENS = 16
+STAGE_WARPS = 4
+SCHEDULE_CHUNK = 64
+
+
+def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tuning, *, softcap: bool) -> dict[str, Any]:
+    """The compile-time constants of `attend_kernel` after P, in its order; ahead-of-time compilation uses the same."""
+    return {
+        "GROUP": group,
+        "TOKENS": cut.tokens,
+        "ROWS": cut.rows,
+        "COLUMNS": cut.columns,
+        "PAIRS": cut.pairs,
+        "MANY": cut.many,
+        "KEYS": cut.keys,
+        "PROLOGUE": tuning.prologue,
+        "SOFTCAP": softcap,
+        "PAD": tuning.pad_weights and cut.columns > cut.rows,
+        "CONVERSION": "arithmetic" if INTERPRETED else tuning.conversion,
+        **hardware_of(g, tuning),
+        # The interpreter multiplies the bits of bfloat16 operands.
+        "FULL": INTERPRETED,
+        "DEPENDENT": tuning.dependent and not INTERPRETED,
+    }
+
+
+def prefill_constants(g: LayerGeometry, group: int, tile: Tile, *, softcap: bool) -> dict[str, Any]:
+    """The compile-time constants of `prefill_kernel`, in its order."""
+    return {
+        "S": StagedPage.of(g),
+        "GROUP": group,
+        "TOKENS": tile.rows // group,
+        "ROWS": tile.rows,
+        "KEYS": tile.keys,
+        "SOFTCAP": softcap,
+        "CHUNK": SCHEDULE_CHUNK,
+        "FULL": INTERPRETED,
+    }
+
+
+def stage_constants(g: LayerGeometry, tile: Tile, tuning: Tuning) -> dict[str, Any]:
+    """The compile-time constants of `stage_kernel` after P, in its order."""
+    return {
+        "S": StagedPage.of(g),
+        "KEYS": tile.keys,
+        "CHUNK": SCHEDULE_CHUNK,
+        "CONVERSION": "arithmetic" if INTERPRETED else tuning.conversion,
+        **hardware_of(g, tuning),
+    }
+
+
+def store_options(g: LayerGeometry, tokens: int, tuning: Tuning) -> dict[str, Any]:
+    """What Triton is told beside the constants of `store_kernel`."""
+    if tokens == 1:
+        return EXACT | {"num_warps": 1}
+    options = EXACT | {"num_warps": tuning.store_warps}
+    is_capped = all(
+        of.encoding.name in tuning.hardware and of.scaling is Scaling.ROW and (of is g.k or of.codes.shape[4] > 1)
+        for of in (g.k, g.v)
+    )
+    return options | {"maxnreg": tuning.store_registers} if is_capped and tuning.store_registers else options
+
+
+def hardware_of(g: LayerGeometry, tuning: Tuning) -> dict[str, bool]:
+    """Whether K and V are converted by the hardware's own instructions: each for itself, since they may differ."""
+    stores = {"HARDWARE_K": g.k, "HARDWARE_V": g.v}
+    return {name: of.encoding.name in tuning.hardware and not INTERPRETED for name, of in stores.items()}
+
+
+def tile_options(tile: AttendCut | Tile) -> dict[str, Any]:
+    """What Triton is told beside the constants of a kernel that works in tiles."""
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return options | {"maxnreg": tile.maxnreg} if tile.maxnreg else options
+
+
+def stage_options(tile: Tile) -> dict[str, Any]:
+    """What Triton is told beside the constants of `stage_kernel`: left alone, ptxas spills a few registers."""
+    return tile_options(replace(tile, num_warps=STAGE_WARPS))
