@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 # Before torch is imported, which reads it once.
@@ -22,6 +23,9 @@ import torch
 import kvhal
 from kvhal import CacheSpec, Policy
 from kvhal.hal import Hal
+from tests.kernels import staged
+from tests.kernels.oracle import make
+from tests.kernels.test_attend import Batch
 
 MODES = ("int8_per_token_head", "int4_per_token_head", "fp8_per_token_head")
 KINDS = ("tiled", "inline")
@@ -74,11 +78,23 @@ def run(hal: Hal, mode: str, kind: str, *, is_raw: bool) -> None:
     sys.stdout.write(f"{mode} {kind}: store, attend (prefill, decode), copy_blocks, gather ran\n")
 
 
+def run_staged(hal: Hal, mode: str, kind: str) -> None:
+    """A prompt over its staged context, one that does not fit beside it, and a decode step, under the arch's tile."""
+    tuning = hal.platform.tuning(hal.device.arch)  # type: ignore[attr-defined]  # both GPU adapters have it
+    one = Batch(make(mode, kind=kind, blocks=24, dim=DIM), [90, 60, 70], [70, 1, 66], q_heads=QUERY_HEADS)
+    tuning = staged.with_room(one, 3, replace(tuning, staged_rows=1))
+    out, _, places = staged.attend(one, torch.device("cuda"), tuning)
+    if places != [0, -1, -1] or not bool(out.isfinite().all()):
+        raise SystemExit(f"{mode} {kind}: staged attend gave NaN, infinity, or other places: {places}")
+    sys.stdout.write(f"{mode} {kind}: stage, prefill ran\n")
+
+
 def main(arguments: list[str]) -> None:
     hal = kvhal.get("rocm" if torch.version.hip else "cuda")
     for mode in [a for a in arguments if not a.startswith("-")] or MODES:
         for kind in KINDS:
             run(hal, mode, kind, is_raw="--raw" in arguments)
+            run_staged(hal, mode, kind)
 
 
 if __name__ == "__main__":
