@@ -180,7 +180,10 @@ def _attend_cases() -> tuple[AttendCase, ...]:
     found += [replace(big, head_dim=dim, kv_heads=heads, q_heads=4 * heads) for dim, heads in ((64, 8), (256, 4))]
     found += [replace(big, head_dim=dim) for dim in (80, 96)]
     found += [replace(big, kind="window", window=4096)]
-    found += [replace(big, kind="prefill", seqs=1, length=8192 + 2048, queries=2048, is_quick=True)]
+    found += [
+        replace(big, kind="prefill", mode=mode, seqs=1, length=8192 + 2048, queries=2048, is_quick=mode == INT8)
+        for mode in (INT8, FP8, INT4, BF16)
+    ]
     found += [AttendCase("schedule", INT8, *shape, is_quick=True) for shape in ((1, 8192), (64, 8192), (256, 8192))]
     return tuple(found)
 
