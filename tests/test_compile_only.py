@@ -63,14 +63,14 @@ def test_the_real_thing_on_one_arch(tmp_path: Path) -> None:
     said: list[str] = []
     found = one(tmp_path, arches=["sm_90"], only=[MODE], quick=True, progress=said.append)
     assert found.is_ok, found.evidence.cells
-    assert said[0].startswith("sm_90 (1 of 1): 7 kernels on ")
+    assert said[0].startswith("sm_90 (1 of 1): 8 kernels on ")
     assert found.path == tmp_path / f"isa-sm_90-{MODE}.json"
     evidence = read_file(found.path)
     assert evidence == found.evidence
     assert (evidence.platform, evidence.arch, evidence.level) == ("cuda", "sm_90", Level.ISA)
     assert (evidence.quick, evidence.masquerade) == (True, False)
     (cell,) = evidence.cells
-    assert (cell.mode, cell.encodings, cell.passed, cell.tests) == (MODE, ("int8",), True, 7)
+    assert (cell.mode, cell.encodings, cell.passed, cell.tests) == (MODE, ("int8",), True, 8)
     assert cell.worst["bytes of scratch a thread"] == 0
     assert 0 < (cell.worst["registers"] or 0) <= 255
     assert "attend decode int8 (q bfloat16, 4 query heads a kv head): tiled head_dim 128" in cell.covers
@@ -89,8 +89,8 @@ def test_a_kernel_that_spills_exits_1_and_is_kept(
     assert (document["kvhal_report"], document["kind"], document["ok"]) == (1, "compile_only", False)
     (arch,) = document["arches"]
     assert (arch["platform"], arch["arch"], arch["ok"], arch["refused"]) == ("rocm", "gfx942", False, [])
-    # 2 of store, 1 of gather, 3 of attend, for both layouts and three head sizes; four kernels read no codes.
-    assert len(arch["kernels"]) == 6 * 6 + 4
+    # 2 of store, 1 of gather, 3 of attend, 1 of stage, for both layouts and three head sizes; five read no codes.
+    assert len(arch["kernels"]) == 7 * 6 + 5
     bad = [k for k in arch["kernels"] if k["problems"]]
     assert {k["job"]["kernel"] for k in bad} == {"attend"}
     assert bad[0]["problems"] == ["it spills 96 bytes a thread to memory"]
@@ -102,7 +102,7 @@ def test_a_kernel_that_spills_exits_1_and_is_kept(
     page = capsys.readouterr()
     assert "FAILED" in page.out
     assert "and 13 more; --json has all" in page.out
-    assert "gfx942 (1 of 1): 40 kernels on" in page.err
+    assert "gfx942 (1 of 1): 47 kernels on" in page.err
 
 
 def test_all_arches_are_compiled_for_unless_some_are_named(fake: Fake, tmp_path: Path) -> None:

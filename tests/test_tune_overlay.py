@@ -125,11 +125,15 @@ def tuned(tile: Tile) -> Tile:
 def test_differences_make_the_row_again(arch: str, tmp_path: Path) -> None:
     before = explicit(shipped(arch))
     change: dict[str, Any] = {"decode": tuple((f, tuned(before.tile(f, "decode"))) for f in FAMILIES)}
-    row = replace(before, **change, programs=((1, 1), (2, 2), (3, 3)), store_warps=16, prefill_programs=7)
+    row = replace(
+        before, **change, programs=((1, 1), (2, 2), (3, 3)), store_warps=16, prefill_programs=7,
+        staged=replace(before.staged, keys=32, num_warps=2, num_stages=1, maxnreg=0),
+    )  # fmt: skip
     said = differences(row, shipped(arch))
     assert said["decode"]["int8"] == numbers(tuned(before.tile("int8", "decode")))
     assert said["programs"] == [[1, 1], [2, 2], [3, 3]]
-    assert set(said) == {"decode", "programs", "store_warps", "prefill_programs"}
+    assert said["staged"] == {"keys": 32, "num_warps": 2, "num_stages": 1, "maxnreg": 0}
+    assert set(said) == {"decode", "staged", "programs", "store_warps", "prefill_programs"}
     write_overlay(Overlay({arch: said}), tmp_path / "a.yaml")
     assert read_overlay(tmp_path / "a.yaml").over(shipped(arch), arch) == row
     assert differences(before, shipped(arch)) == {}
@@ -163,6 +167,8 @@ BAD = {
     "version: 1\nrows:\n  - {arches: [sm_90], decode: {int8: {num_warps: 3}}}\n": "num_warps must be 1, 2, 4, 8 or 16",
     "version: 1\nrows:\n  - {arches: [sm_90], decode: {int8: {num_stages: 0}}}\n": "num_stages must be a whole number",
     "version: 1\nrows:\n  - {arches: [sm_90], decode: {int8: {maxnreg: 300}}}\n": "maxnreg must be 0",
+    "version: 1\nrows:\n  - {arches: [sm_90], staged: {keys: 16}}\n": "staged: keys must be 32, 64, 128 or 256;",
+    "version: 1\nrows:\n  - {arches: [sm_90], staged: {rows: 64}}\n": "staged: key 'rows' is unknown",
     "version: 1\nrows:\n  - {arches: [sm_90], store_small: -1}\n": "store_small must be a whole number; found -1",
     "version: 1\nrows:\n  - {arches: [sm_90], programs: [[1, 2], [3]]}\n": "a step of programs is a pair",
     "version: 1\nrows:\n  - {arches: [sm_90], programs: [[9, 2], [3, 4], [5, 6]]}\n": "must ascend in tiles",

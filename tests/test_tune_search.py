@@ -12,7 +12,7 @@ import pytest
 from kvhal.errors import ConfigError, DeviceError
 from kvhal.kernels.triton.tuning import DEFAULT, FAMILIES, PHASES, Tile, Tuning, load_tunings
 from kvhal.tune.search import BOUND, End, Found, Refusal, Verdict, search
-from kvhal.tune.space import STORE, Target, asked_for, axes, explicit, moved, numbers, taken_from, targets
+from kvhal.tune.space import STAGED, STORE, Target, asked_for, axes, explicit, moved, numbers, taken_from, targets
 
 ROOT = Path(__file__).parents[1]
 INT8 = Target("decode", "int8")
@@ -300,7 +300,7 @@ def test_the_last_step_of_programs_is_the_most() -> None:
 
 
 def test_families_and_phases_are_named_as_the_tuning_names_them() -> None:
-    assert asked_for((), ()) == (FAMILIES, (*PHASES, STORE))
+    assert asked_for((), ()) == (FAMILIES, (*PHASES, STAGED, STORE))
     assert asked_for(("wide", "int8"), ("store", "decode")) == (("int8", "wide"), ("decode", "store"))
     for families, phases, said in ((["int9"], [], "family 'int9'"), ([], ["encode"], "phase 'encode'")):
         with pytest.raises(ConfigError, match=said):
@@ -308,9 +308,9 @@ def test_families_and_phases_are_named_as_the_tuning_names_them() -> None:
 
 
 def test_tiles_come_before_the_launch_sizes_that_depend_on_them() -> None:
-    found = [str(target) for target in targets(("int8", "wide"), ("decode", "verify", "store"))]
+    found = [str(target) for target in targets(("int8", "wide"), ("decode", "verify", "staged", "store"))]
     assert found == [
-        "decode int8", "decode wide", "verify int8", "verify wide", "decode launch", "store launch"
+        "decode int8", "decode wide", "verify int8", "verify wide", "decode launch", "staged tile", "store launch"
     ]  # fmt: skip
 
 
@@ -320,7 +320,7 @@ def test_every_shipped_row_can_be_searched(platform: str) -> None:
     for row in load_tunings(ROOT / f"platforms/kvhal_{platform}/tuning.yaml").values():
         whole = explicit(row)
         assert all(whole.tile(f, p) == row.tile(f, p) for f in FAMILIES for p in PHASES)
-        for target in targets(FAMILIES, (*PHASES, STORE)):
+        for target in targets(FAMILIES, (*PHASES, STAGED, STORE)):
             assert taken_from(whole, row, target) == whole
             for axis in axes(target, whole, caps_registers=True):
                 others = [moved(whole, target, axis.name, value) for value in axis.values]

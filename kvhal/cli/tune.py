@@ -22,7 +22,7 @@ _Families = Annotated[
 ]
 _Phases = Annotated[
     list[str] | None,
-    typer.Option("--phase", metavar="PHASE", help="Only this: decode, verify, prefill, store. Repeatable."),
+    typer.Option("--phase", metavar="PHASE", help="Only this: decode, verify, prefill, staged, store. Repeatable."),
 ]
 _Seconds = Annotated[float, typer.Option("--seconds", metavar="S", help="Start no candidate after so long.")]
 _Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Where to write; default: your overlay.")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
@@ -16,7 +16,7 @@ from kvhal.layout import Layout
 from kvhal.torch_errors import as_kvhal_error
 from kvhal.tune.pool import Heads, Pool, layout_of
 from kvhal.tune.search import BOUND
-from kvhal.tune.space import STORE, Target
+from kvhal.tune.space import STAGED, STORE, Target
 from kvhal.tune.timing import microseconds
 from kvhal.tune.workload import Attend, Shape, Store, cut_of
 
@@ -29,20 +29,31 @@ _EVEN = ((1, 8192), (8, 8192), (64, 8192))
 _CHUNKS = (Shape.even(1, 8192, 512), Shape.even(16, 4096, 64), Shape.even(4, 2048, 2048))
 _RAGGED = (1, 17, 333, 0, 1000, 4097, 2048, 8192)
 _RAGGED_CHUNKS = (1, 17, 300, 0, 64, 500, 128, 16)
+_PROMPTS = (Shape.even(1, 8192, 2048), Shape.even(4, 4096, 512))
+_RAGGED_PROMPTS = (1, 17, 300, 0, 1, 900, 2048, 70)
 _POOL_ALIGNMENT = 64
 
 
 def _shapes(phase: str) -> tuple[Shape, ...]:
     if phase == "prefill":
         return _CHUNKS
+    if phase == STAGED:
+        return _PROMPTS
     even = tuple(Shape.even(seqs, length, _QUERIES[phase]) for seqs, length in _EVEN)
     return (*even, _MOST_QUERIES) if phase == "verify" else even
+
+
+def _as_tried(row: Tuning, target: Target) -> Tuning:
+    """The tiles of prefill serve what is not staged, so they are tried without staging."""
+    return replace(row, staged_bytes=0) if target.phase == "prefill" else row
 
 
 def _ragged(phase: str) -> Shape:
     """A batch of very different lengths, one of them none; with as many pages a sequence as the even ones."""
     if phase == "prefill":
         return Shape("ragged", _RAGGED, _RAGGED_CHUNKS)
+    if phase == STAGED:
+        return Shape("ragged", _RAGGED, _RAGGED_PROMPTS)
     queries = tuple(_QUERIES[phase] if length else 0 for length in _RAGGED)
     return Shape("ragged", tuple(map(max, _RAGGED, queries)), queries)
 
@@ -104,11 +115,14 @@ class GpuBench:
     def key(self, row: Tuning, target: Target) -> Hashable:
         if target.phase == STORE:
             return row.store_warps, tuple(count <= row.store_small for count in self.sizes.stores)
+        if target.phase == STAGED:
+            return row.staged
         processors = launch._processors(self.device)
         cuts = (cut_of(self._layout(family, 1), shape, self.sizes.heads, row) for family, shape in self._timed(target))
         return tuple((cut, cut.programs(processors, row)) for cut in cuts)
 
     def check(self, row: Tuning, target: Target) -> float:
+        row = _as_tried(row, target)
         with self._using(row, target):
             if target.phase == STORE:
                 # The numbers of store serve every family, whichever were asked for.
@@ -124,6 +138,7 @@ class GpuBench:
 
     def measure(self, row: Tuning, target: Target, workload: str) -> float:
         family, _, name = workload.partition(" ")
+        row = _as_tried(row, target)
         with self._using(row, target):
             if target.phase == STORE:
                 return microseconds(self._store(family).calls(int(name), self.sizes.rotate_bytes))
@@ -156,7 +171,7 @@ class GpuBench:
     def _most_blocks(self, family: str) -> int:
         """Blocks of the family's pool: enough to rotate, and for the largest batch if the device has that much."""
         page = self._layout(family, 1).groups[0].block_stride
-        shapes = (s for phase in PHASES for s in (*self.sizes.shapes(phase), self.sizes.ragged(phase)))
+        shapes = (s for phase in (*PHASES, STAGED) for s in (*self.sizes.shapes(phase), self.sizes.ragged(phase)))
         wanted = max(self.sizes.rotate_bytes // page, *(s.blocks for s in shapes))
         return min(-(-wanted // _POOL_ALIGNMENT), self.pool_bytes // page // _POOL_ALIGNMENT) * _POOL_ALIGNMENT
 

@@ -54,15 +54,19 @@ _HEAD = """\
 # Numbers found by `kvhal tune` on this machine; they lie over kvhal's own tuning.yaml, which says the rest.
 # Remove this file, or set KVHAL_TUNING=shipped, to run without them. Times are in microseconds a call.
 """
+# By number: whether it may be so, and what it may be.
+_Rules = dict[str, tuple[Callable[[int], bool], str]]
 # What is tuned of a tile; its rows and its routine are the row's. Kernels take powers of two; the least of keys makes a
 # matrix product, the most of registers is the hardware's.
-_TILE: dict[str, tuple[Callable[[int], bool], str]] = {
+_TILE: _Rules = {
     "keys": (lambda n: 16 <= n <= 256 and n & (n - 1) == 0, "16, 32, 64, 128 or 256"),
     "num_warps": (lambda n: 1 <= n <= 16 and n & (n - 1) == 0, "1, 2, 4, 8 or 16"),
     "num_stages": (lambda n: 1 <= n <= 8, "a whole number from 1 to 8"),
     "maxnreg": (lambda n: n == 0 or 24 <= n <= 255, "0 (no cap) or a whole number from 24 to 255"),
 }
-_LAUNCH: dict[str, tuple[Callable[[int], bool], str]] = {
+# A staged tile is read in halves where it is masked.
+_STAGED = _TILE | {"keys": (lambda n: 32 <= n <= 256 and n & (n - 1) == 0, "32, 64, 128 or 256")}
+_LAUNCH: _Rules = {
     "prefill_programs": (lambda n: 1 <= n <= 64, "a whole number from 1 to 64"),
     "store_small": (lambda n: n >= 0, "a whole number"),
     "store_warps": _TILE["num_warps"],
@@ -108,6 +112,7 @@ class Overlay:
         for phase in PHASES:
             own = given.pop(phase, {})
             values[phase] = {f: tile | own.get(f, {}) for f, tile in values[phase].items()}
+        values["staged"] |= given.pop("staged", {})
         found = Tuning.parse(values | given)
         return found if differences(found, row) else row
 
@@ -154,6 +159,8 @@ def differences(row: Tuning, shipped: Tuning) -> dict[str, Any]:
             if tile != shipped.tile(f, phase)
         }
         found |= {phase: changed} if changed else {}
+    if row.staged != shipped.staged:
+        found["staged"] = {name: getattr(row.staged, name) for name in _STAGED}
     if row.programs != shipped.programs:
         found["programs"] = [list(step) for step in row.programs]
     return found | {name: getattr(row, name) for name in _LAUNCH if getattr(row, name) != getattr(shipped, name)}
@@ -207,13 +214,17 @@ class _Reader:
         return Overlay(rows, tuned, tuple(m for m in measured if m is not None), source)
 
     def _row(self, node: Node, rows: dict[str, dict[str, Any]]) -> None:
-        given = self.fields.mapping(node, "a row", required=("arches",), optional=(*PHASES, "programs", *_LAUNCH))
+        given = self.fields.mapping(
+            node, "a row", required=("arches",), optional=(*PHASES, "staged", "programs", *_LAUNCH)
+        )
         if given is None:
             return
         values: dict[str, Any] = {}
         for phase in (name for name in PHASES if name in given):
             tiles = self.fields.mapping(given[phase], phase, optional=FAMILIES) or {}
-            values[phase] = {family: self._tile(tile, f"{phase} {family}") for family, tile in tiles.items()}
+            values[phase] = {family: self._tile(tile, f"{phase} {family}", _TILE) for family, tile in tiles.items()}
+        if "staged" in given:
+            values["staged"] = self._tile(given["staged"], "staged", _STAGED)
         if "programs" in given:
             values["programs"] = self._programs(given["programs"])
         for name in (name for name in _LAUNCH if name in given):
@@ -223,9 +234,9 @@ class _Reader:
                 self.fields.problem(given["arches"], f"arch {arch!r} has two rows; give it one")
             rows[arch] = values
 
-    def _tile(self, node: Node, what: str) -> dict[str, int]:
-        given = self.fields.mapping(node, what, optional=list(_TILE)) or {}
-        return {name: self._number(each, f"{what}: {name}", _TILE[name]) for name, each in given.items()}
+    def _tile(self, node: Node, what: str, rules: _Rules) -> dict[str, int]:
+        given = self.fields.mapping(node, what, optional=list(rules)) or {}
+        return {name: self._number(each, f"{what}: {name}", rules[name]) for name, each in given.items()}
 
     def _programs(self, node: Node) -> list[tuple[int, int]]:
         steps: list[tuple[int, int]] = []

@@ -1,7 +1,7 @@
 """What is tuned: targets, each with a few whole numbers of a `Tuning`, and the values they may take. No torch.
 
 A target with a family is the tile of one attend kernel. One without is what all families share: launch sizes of
-decode and prefill, and everything of store.
+decode and prefill, the tile over staged contexts, and everything of store.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from kvhal.errors import ConfigError
 from kvhal.kernels.triton.tuning import FAMILIES, PHASES, Tile, Tuning
 
 __all__ = [
+    "STAGED",
     "STORE",
     "TUNED_PHASES",
     "Axis",
@@ -28,11 +29,13 @@ __all__ = [
     "value_of",
 ]
 
-STORE = "store"
-TUNED_PHASES = (*PHASES, STORE)
-LAUNCHES = ("decode", "prefill", STORE)
+STAGED, STORE = "staged", "store"
+TUNED_PHASES = (*PHASES, STAGED, STORE)
+LAUNCHES = ("decode", "prefill", STAGED, STORE)
 # A tile of fewer keys is no matrix product; more spill on every arch compiled so far (kernels/isa.py).
 KEYS = (16, 32, 64, 128)
+# The staged tile is read in halves where it is masked.
+STAGED_KEYS = (32, 64, 128)
 NUM_WARPS = (1, 2, 4, 8)
 NUM_STAGES = (1, 2, 3, 4)
 # 168: twelve single-warp programs a multiprocessor. 255: ptxas aims at fewer by itself and spills to get there.
@@ -51,7 +54,7 @@ class Target:
     family: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.phase} {self.family or 'launch'}"
+        return f"{self.phase} {self.family or ('tile' if self.phase == STAGED else 'launch')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +79,16 @@ def asked_for(families: Iterable[str], phases: Iterable[str]) -> tuple[tuple[str
 
 def targets(families: Sequence[str], phases: Sequence[str]) -> tuple[Target, ...]:
     """Everything to tune, tiles before the launch sizes that depend on them. What verifies launches as decode does."""
-    found = [Target(phase, family) for phase in phases if phase != STORE for family in families]
+    found = [Target(phase, family) for phase in phases if phase in PHASES for family in families]
     return (*found, *(Target(phase) for phase in phases if phase in LAUNCHES))
 
 
 def axes(target: Target, row: Tuning, *, caps_registers: bool) -> tuple[Axis, ...]:
     """The numbers of a target. caps_registers: whether the compiler takes a cap on registers."""
-    if target.family is not None:
+    if _is_tile(target):
         caps = (Axis("maxnreg", MAXNREG),) if caps_registers else ()
-        return (Axis("keys", KEYS), Axis("num_warps", NUM_WARPS), Axis("num_stages", NUM_STAGES), *caps)
+        keys = STAGED_KEYS if target.phase == STAGED else KEYS
+        return (Axis("keys", keys), Axis("num_warps", NUM_WARPS), Axis("num_stages", NUM_STAGES), *caps)
     if target.phase == STORE:
         return (Axis("store_warps", NUM_WARPS), Axis("store_small", STORE_SMALL))
     if target.phase == "prefill":
@@ -96,8 +100,8 @@ def axes(target: Target, row: Tuning, *, caps_registers: bool) -> tuple[Axis, ..
 
 def value_of(row: Tuning, target: Target, axis: str) -> int:
     """What a row says."""
-    if target.family is not None:
-        return int(getattr(row.tile(target.family, target.phase), axis))
+    if _is_tile(target):
+        return int(getattr(_tile(row, target), axis))
     if axis.startswith(_STEP):
         return row.programs[int(axis.removeprefix(_STEP))][1]
     return int(getattr(row, axis))
@@ -106,8 +110,8 @@ def value_of(row: Tuning, target: Target, axis: str) -> int:
 def moved(row: Tuning, target: Target, axis: str, value: int) -> Tuning | None:
     """The row with one number changed; None if no launch can be like that."""
     change: dict[str, Any] = {axis: value}
-    if target.family is not None:
-        return _with_tile(row, target, replace(row.tile(target.family, target.phase), **change))
+    if _is_tile(target):
+        return _with_tile(row, target, replace(_tile(row, target), **change))
     if axis.startswith(_STEP):
         step = int(axis.removeprefix(_STEP))
         steps = tuple((tiles, value if i == step else each) for i, (tiles, each) in enumerate(row.programs))
@@ -118,8 +122,8 @@ def moved(row: Tuning, target: Target, axis: str, value: int) -> Tuning | None:
 
 def taken_from(row: Tuning, other: Tuning, target: Target) -> Tuning:
     """`row` with the numbers that `other` has for a target."""
-    if target.family is not None:
-        return _with_tile(row, target, other.tile(target.family, target.phase))
+    if _is_tile(target):
+        return _with_tile(row, target, _tile(other, target))
     if target.phase == STORE:
         return replace(row, store_small=other.store_small, store_warps=other.store_warps)
     if target.phase == "prefill":
@@ -138,7 +142,17 @@ def explicit(row: Tuning) -> Tuning:
     return replace(row, **tiles)
 
 
+def _is_tile(target: Target) -> bool:
+    return target.family is not None or target.phase == STAGED
+
+
+def _tile(row: Tuning, target: Target) -> Tile:
+    return row.staged if target.family is None else row.tile(target.family, target.phase)
+
+
 def _with_tile(row: Tuning, target: Target, tile: Tile) -> Tuning:
+    if target.family is None:
+        return replace(row, staged=tile)
     pairs = ((f, tile if f == target.family else row.tile(f, target.phase)) for f in FAMILIES)
     tiles: dict[str, Any] = {target.phase: tuple(pairs)}
     return replace(row, **tiles)

@@ -10,8 +10,12 @@ import pytest
 import torch
 import triton
 
+from kvhal.kernels.aot import Job, geometry_of
 from kvhal.kernels.triton import launch, launcher
 from kvhal.kernels.triton.launcher import Launches
+from kvhal.kernels.triton.staging import Staging
+from kvhal.kernels.triton.tuning import DEFAULT
+from kvhal.kernels.triton.workspace import AttendCut, AttendWorkspace, triton_workspace_bytes
 
 G: Any = SimpleNamespace()
 
@@ -162,3 +166,27 @@ def test_a_key_holds_the_strides_of_every_tensor(operator: str, monkeypatch: pyt
         assert strided.shape == given[name].shape
         assert key_of(given | {name: strided}) != usual, name
     assert key_of(given) == usual
+
+
+@pytest.mark.parametrize(("dim", "is_staged"), [(64, True), (128, True), (136, False), (256, False)])
+def test_heads_too_large_for_the_staged_tile_are_not_staged(
+    dim: int, is_staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 256 channels three stages of keys and values and the queries take more shared memory than an H200 has."""
+    from kvhal.kernels.triton.operators import _attend
+
+    g = geometry_of(Job("attend", "int8_per_token_head", "int8", "sm_90", head_dim=dim))
+    tokens, heads, seqs = 1024, 32, 2
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(launch, "attend", lambda *tensors, **_: given.append(tensors[6]))
+    planned = triton_workspace_bytes(g, heads, tokens, seqs)
+    assert (planned > DEFAULT.staged_bytes) is is_staged
+    # A caller's own workspace may be larger than what was planned.
+    q, workspace = (torch.empty(n, device="meta") for n in ((tokens, heads, dim), planned + (256 << 20)))
+    table, lens, starts = (torch.empty(n, dtype=torch.int32, device="meta") for n in ((seqs, 64), (seqs,), (seqs + 1,)))
+    cache = torch.empty(0, dtype=torch.uint8, device="meta")
+    _attend(cache, q, table, lens, starts, None, workspace, q, None, g.pack(), scale=1.0, softcap=0.0, checked=False)
+    cut = AttendCut.of(g, heads, tokens, seqs, "float32", DEFAULT)
+    needed = AttendWorkspace.of(cut, dim, tokens, seqs).nbytes
+    assert given[0].shape[0] >= needed
+    assert (Staging.of(g, heads, tokens, seqs, needed, given[0].shape[0], DEFAULT) is not None) is is_staged

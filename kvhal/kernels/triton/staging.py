@@ -15,9 +15,10 @@ from kvhal.kernels.geometry import LayerGeometry, StoreGeometry
 from kvhal.kernels.triton.constants import pow2
 from kvhal.kernels.triton.tuning import Tile, Tuning
 
-__all__ = ["Halves", "StagedPage", "Staging", "staging_bytes"]
+__all__ = ["Halves", "StagedPage", "Staging", "can_stage", "staging_bytes"]
 
 ALIGNMENT = 64
+STAGED_CHANNELS = 128
 # What aligning the parts may take.
 ROUNDED = 2 * ALIGNMENT
 
@@ -90,10 +91,16 @@ class Staging:
 
 def staging_bytes(g: LayerGeometry, num_q_heads: int, max_tokens: int, tuning: Tuning) -> int:
     """Bytes of workspace to set aside for calls of up to `max_tokens` queries: whole tiles, or none."""
-    if not _is_worth(num_q_heads, max_tokens, tuning):
+    if not can_stage(g) or not _is_worth(num_q_heads, max_tokens, tuning):
         return 0
     each = _bytes_a_tile(g, tuning.staged)
     return tuning.staged_bytes // each * each + ROUNDED
+
+
+def can_stage(g: LayerGeometry) -> bool:
+    """Whether heads are small enough: with 256 channels the tiles need more shared memory than most arches have."""
+    page = StagedPage.of(g)
+    return max(page.k.block, page.v.block) <= STAGED_CHANNELS
 
 
 def _is_worth(num_q_heads: int, num_tokens: int, tuning: Tuning) -> bool:

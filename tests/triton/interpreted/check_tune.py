@@ -17,12 +17,12 @@ from kvhal.tune import gpu_bench
 from kvhal.tune.gpu_bench import GpuBench, Sizes
 from kvhal.tune.pool import Heads, Pool, layout_of
 from kvhal.tune.search import BOUND
-from kvhal.tune.space import STORE, Target, explicit, moved
+from kvhal.tune.space import STAGED, STORE, Target, explicit, moved
 from kvhal.tune.workload import Attend, Shape
 
 HEADS = Heads(kv=1, group=2, dim=16)
 CPU = torch.device("cpu")
-QUERIES = {"decode": 1, "verify": 4, "prefill": 10}
+QUERIES = {"decode": 1, "verify": 4, "prefill": 10, STAGED: 33}
 ROW = explicit(DEFAULT)
 
 
@@ -50,6 +50,32 @@ def test_the_shipped_tile_and_another_are_right(family: str, phase: str) -> None
     with bench() as b:
         for row in (ROW, other):
             assert 0 < b.check(row, target) <= BOUND
+
+
+def test_tiles_of_prefill_are_tried_without_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They serve what is not staged; a row that stages every prompt would make any of them look alike."""
+
+    def staged(*_: object) -> None:
+        raise AssertionError("a prompt was staged")
+
+    monkeypatch.setattr(launch, "_staged", staged)
+    monkeypatch.setattr(gpu_bench, "microseconds", lambda calls: float(calls[0]() is None))
+    row, target = replace(ROW, staged_rows=1, staged_queries=1), Target("prefill", "int8")
+    with bench(("int8",)) as b:
+        assert 0 < b.check(row, target) <= BOUND
+        assert b.measure(row, target, b.workloads(target)[0]) == 1.0
+
+
+def test_staged_tiles_are_right_and_told_apart() -> None:
+    target = Target(STAGED)
+    row = replace(ROW, staged_rows=1, staged_queries=9, staged=replace(ROW.staged, rows=32, keys=32))
+    other = moved(row, target, "keys", 64)
+    assert other is not None
+    with bench(("int8", "static")) as b:
+        assert b.workloads(target) == ["int8 2x40 q33", "static 2x40 q33"]
+        assert b.key(row, target) != b.key(other, target)
+        for tried in (row, other):
+            assert 0 < b.check(tried, target) <= BOUND
 
 
 def test_launch_sizes_and_stores_are_right() -> None:
