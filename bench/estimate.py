@@ -220,6 +220,8 @@ def markdown(found: Sequence[Estimate]) -> str:
 def _conversion(encoding: str, tuning: Tuning) -> str:
     if encoding in ("bfloat16", "float16"):
         return ""
+    if encoding == "int4" and tuning.conversion == "cast":
+        return "arithmetic"
     if encoding in ("int8", "int4"):
         return tuning.conversion
     return "hardware" if encoding in tuning.hardware else "integer"
