@@ -23,7 +23,7 @@ from kvhal.capability.cells import Path as ComputePath
 from kvhal.capability.evidence import CellResult, EvidenceFile, EvidenceVersions, site_folder, write_file
 from kvhal.capability.proof import Key, Level
 from kvhal.capability.table import CapabilityTable
-from kvhal.capability.tables import TUNING_FILE, capability_table, current_keys, table_file
+from kvhal.capability.tables import TUNING_FILE, capability_table, current_keys, tuning_file
 from kvhal.capability.versions import Versions
 from kvhal.detection.installed import installed_versions
 from kvhal.detection.registry import names
@@ -150,8 +150,8 @@ def _targets(platform: str | None, arches: Sequence[str]) -> list[_Target]:
     """The arches asked for, of the platforms that have kernels for an arch elsewhere."""
     offered: dict[str, _Target] = {}
     for name in (platform,) if platform is not None else names():
-        file = table_file(name).with_name(TUNING_FILE)
-        if not file.is_file():
+        file = tuning_file(name)
+        if file is None:
             continue
         table, tunings = capability_table(name), load_tunings(file)
         offered |= {arch: _Target(arch, table, tunings.get(arch, DEFAULT)) for arch in table.archs}

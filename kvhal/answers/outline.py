@@ -13,12 +13,16 @@ from kvhal.answers.plan_bytes import PlanBytes, plan_bytes
 from kvhal.answers.target import Target
 from kvhal.budget import blocks_that_fit, check_blocks
 from kvhal.capability.table import CapabilityTable
+from kvhal.capability.tables import tuning_file
 from kvhal.capability.versions import Versions
 from kvhal.config.deployment import Deployment
+from kvhal.contract import KernelSet
 from kvhal.decision import Decision, OnUnsupported, Policy, RequiredEvidence
+from kvhal.kernels.triton.kernel_set import TRITON, TritonWorkspace
 from kvhal.kernels.workspace import attend_workspace_bytes
 from kvhal.plan import Plan, make_plan
 from kvhal.spec import CacheGroup, CacheSpec, ScaledStore, Store
+from kvhal.tune.overlay import tuning_in_use
 
 __all__ = [
     "Outline",
@@ -106,14 +110,15 @@ def plan_options(deployment: Deployment) -> PlanOptions:
 
 
 def outline(deployment: Deployment, at: Target, blocks: int | None = None) -> Outline:
-    """Every byte of the deployment on a target, with the scratch of the reference kernels.
+    """Every byte of the deployment on a target, with the scratch of the kernels that its adapter will use.
 
     blocks: as given, else memory.blocks, else what memory.bytes holds, else what a full batch needs. Raises
     UnsupportedMode for a refusal, BudgetError if `blocks` do not fit memory.bytes.
     """
     spec = spec_on(deployment, at.table, at.arch, at.versions)
     decision = policy.decide_spec(at.table, at.arch, spec, policy_of(deployment), versions=at.versions)
-    plan = make_plan(decision, 1, [attend_workspace_bytes], **plan_options(deployment))
+    kernels = _kernels(at)
+    plan = make_plan(decision, 1, [kernels.workspace_bytes], **plan_options(deployment))
     count, why, held = _blocks(deployment, plan, blocks)
     return Outline(
         deployment=str(deployment.path),
@@ -123,9 +128,17 @@ def outline(deployment: Deployment, at: Target, blocks: int | None = None) -> Ou
         decisions=decision.decisions,
         blocks_from=why,
         held_by_memory_bytes=held,
-        kernels="reference",
+        kernels=kernels.name,
         plan=plan_bytes(plan.with_blocks(count)),
     )
+
+
+def _kernels(at: Target) -> KernelSet:
+    """The kernels of a target, as its adapter names them."""
+    file = tuning_file(at.table.platform)
+    if file is None:
+        return KernelSet("reference", attend_workspace_bytes)
+    return KernelSet("triton", TritonWorkspace(tuning_in_use(file, at.arch)), TRITON)
 
 
 def _blocks(deployment: Deployment, one: Plan, asked: int | None) -> tuple[int, str, int | None]:

@@ -32,6 +32,7 @@ __all__ = [
     "shipped_evidence",
     "site_keys",
     "table_file",
+    "tuning_file",
 ]
 
 TABLE_FILE = "capabilities.yaml"
@@ -110,10 +111,18 @@ def site_keys(table: CapabilityTable, versions: Versions | None = None) -> Calla
     Raises ConfigError for an overlay that cannot be used, when it is asked about its arch.
     """
     keys = current_keys(table, versions)
-    file = table_file(table.platform).with_name(TUNING_FILE) if table.platform in names() else None
-    if file is None or not file.is_file():
+    file = tuning_file(table.platform)
+    if file is None:
         return keys
     return lambda mode, arch: replace(keys(mode, arch), tuning=own_row(file, arch))
+
+
+def tuning_file(platform: str) -> Path | None:
+    """The tuning rows beside a platform's table: there are some where its kernels are Triton's."""
+    if platform not in names():
+        return None
+    file = table_file(platform).with_name(TUNING_FILE)
+    return file if file.is_file() else None
 
 
 def _adapter_folders(platform: str) -> Iterator[Path]:
