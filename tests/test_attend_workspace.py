@@ -9,6 +9,7 @@ import pytest
 
 from kvhal.errors import ConfigError
 from kvhal.kernels.geometry import LayerGeometry
+from kvhal.kernels.triton.staging import Staging
 from kvhal.kernels.triton.tuning import DEFAULT, FAMILIES, Tile, Tuning, load_tunings
 from kvhal.kernels.triton.workspace import AttendCut, AttendWorkspace, triton_workspace_bytes
 from kvhal.layout import Layout
@@ -90,3 +91,55 @@ def test_a_tile_is_read_with_its_inline_one_and_refuses_what_it_does_not_know() 
     assert Tuning.parse({"decode": row}).tile("int8", "decode") == Tile(32, inline=Tile(16, num_warps=4))
     with pytest.raises(ConfigError, match="'wraps'"):
         Tuning.parse({"decode": row | {"int8": {"inline": {"wraps": 4}}}})
+
+
+@pytest.mark.parametrize("tuning", TUNINGS.values(), ids=list(TUNINGS))
+@pytest.mark.parametrize(("dim", "dim_v", "heads", "group"), [(128, 128, 8, 4), (80, 96, 3, 1), (24, 64, 1, 7)])
+def test_a_planned_workspace_holds_whole_staged_tiles(
+    dim: int, dim_v: int, heads: int, group: int, tuning: Tuning
+) -> None:
+    """For every call of the plan: three regions in order, aligned, none past the end, and as many tiles as planned."""
+    spec = CacheSpec.uniform(
+        mode="int8_per_token_head", num_layers=1, num_kv_heads=heads, head_dim=dim, head_dim_v=dim_v,
+        num_q_heads=heads * group,
+    )  # fmt: skip
+    g, q_heads, most = LayerGeometry.of(Layout.of(spec, 4, kind="inline"), 0), heads * group, 20_000
+    reserved = triton_workspace_bytes(g, q_heads, most, 300, tuning)
+    keys = tuning.staged.keys
+    each = heads * (8 + 2 * keys * sum(max(16, 1 << (n - 1).bit_length()) for n in (dim, dim_v)))
+    planned = tuning.staged_bytes // each
+    assert planned * keys >= 1024
+    calls = 0
+    for tokens, seqs in ((1, 1), (500, 1), (5000, 1), (most, 1), (most, 300), (6000, 300), (700, 300)):
+        cut = AttendCut.of(g, q_heads, tokens, seqs, "bfloat16", tuning)
+        begin = AttendWorkspace.of(cut, dim_v, tokens, seqs).nbytes
+        found = Staging.of(g, q_heads, tokens, seqs, begin, reserved, tuning)
+        has_prompt = tokens >= seqs - 1 + tuning.staged_queries
+        assert (found is not None) is (has_prompt and tokens * q_heads >= tuning.staged_rows), (tokens, seqs)
+        if found is None:
+            continue
+        calls += 1
+        half = 2 * heads * found.tiles * keys
+        ends = (
+            (begin, found.exponents),
+            (found.exponents + 8 * heads * found.tiles, found.keys),
+            (found.keys + half * max(16, 1 << (dim - 1).bit_length()), found.values),
+            (found.values + half * max(16, 1 << (dim_v - 1).bit_length()), reserved),
+        )
+        assert all(before <= after for before, after in ends), ends
+        assert all(at % 64 == 0 for at in (found.exponents, found.keys, found.values))
+        assert found.tiles >= planned
+        assert found.tokens * group <= found.tile.rows
+    assert calls >= 2
+    # A workspace without room is used as it is.
+    assert Staging.of(g, q_heads, most, 1, begin, begin + each, tuning) is None
+
+
+def test_small_plans_and_large_heads_set_nothing_aside() -> None:
+    for dim, tokens, planned in ((128, 511, False), (128, 512, True), (136, 4096, False), (256, 4096, False)):
+        spec = CacheSpec.uniform(mode="int8_per_token_head", num_layers=1, num_kv_heads=8, head_dim=dim, num_q_heads=32)
+        g = LayerGeometry.of(Layout.of(spec, 4), 0)
+        without = triton_workspace_bytes(g, 32, tokens, 4, replace(DEFAULT, staged_bytes=0))
+        found = triton_workspace_bytes(g, 32, tokens, 4, DEFAULT)
+        assert (found > without) is planned
+        assert found - without <= DEFAULT.staged_bytes + 128
