@@ -21,7 +21,7 @@ __all__ = ["LayerCache"]
 class LayerCache:
     """One layer of a lease. Cheap to make and to keep; every call checks that the lease is open."""
 
-    def __init__(self, lease: CacheLease, layer: int, geometry: LayerGeometry, packed: list[int]) -> None:
+    def __init__(self, lease: CacheLease, layer: int, geometry: LayerGeometry, packed: str) -> None:
         self.layer = layer
         self.geometry = geometry
         self._lease = lease

@@ -71,7 +71,7 @@ class CacheLease:
         self.site = _allocation_site()
         self._platform = platform
         self._region = region
-        self._geometry: dict[int, tuple[LayerGeometry, list[int]]] = {}
+        self._geometry: dict[int, tuple[LayerGeometry, str]] = {}
         self._drops: list[tuple[str, Callable[[], object]]] = []
         self._steps: list[Step] = []
         self._write_fixed_fields()

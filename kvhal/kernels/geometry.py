@@ -1,7 +1,8 @@
-"""What a kernel must know of one layer's pages, and its form as the `int[] geometry` argument of the operators.
+"""What a kernel must know of one layer's pages, and its form as the `str geometry` argument of the operators.
 
-Derived from a `Layout` and never computed elsewhere. An operator takes integers rather than a handle so that tracing,
-compiling and replaying see everything a call depends on. No torch here.
+Derived from a `Layout` and never computed elsewhere. An operator takes the numbers rather than a handle so that
+tracing, compiling and replaying see everything a call depends on; as one string, because torch's dispatcher takes a
+list apart and together at every call. No torch here.
 """
 
 from __future__ import annotations
@@ -86,16 +87,16 @@ class LayerGeometry:
             v=store(v),
         )
 
-    def pack(self) -> list[int]:
-        """The operator argument; `unpack` gives back an equal value."""
+    def pack(self) -> str:
+        """The operator argument: whole numbers in decimal, with commas; `unpack` gives back an equal value."""
         head = [self.base, self.num_blocks, self.block_stride, self.block_size, self.num_kv_heads]
         head += [self.window, self.scales_offset, self.counters_offset]
-        return head + _pack_store(self.k) + _pack_store(self.v)
+        return ",".join(map(str, head + _pack_store(self.k) + _pack_store(self.v)))
 
     @staticmethod
-    def unpack(packed: Sequence[int]) -> LayerGeometry:
-        """The value that `pack` made."""
-        return _unpack(tuple(packed))
+    def unpack(packed: str) -> LayerGeometry:
+        """The value that `pack` made, the same object for the same string. Raises SpecMismatch for any other string."""
+        return _unpack(packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,10 @@ def _pack_store(store: StoreGeometry) -> list[int]:
 
 
 @lru_cache(maxsize=4096)
-def _unpack(packed: tuple[int, ...]) -> LayerGeometry:
+def _unpack(given: str) -> LayerGeometry:
+    packed = tuple(int(n) for n in given.split(",") if n.lstrip("-").isdecimal())
+    if len(packed) != _HEAD_INTS + 2 * _STORE_INTS or ",".join(map(str, packed)) != given:
+        raise SpecMismatch(f"geometry must be what LayerGeometry.pack made; found {given!r}: pack a layer's geometry")
     k = _unpack_store("k", packed[_HEAD_INTS : _HEAD_INTS + _STORE_INTS])
     v = _unpack_store("v", packed[_HEAD_INTS + _STORE_INTS : _HEAD_INTS + 2 * _STORE_INTS])
     base, num_blocks, block_stride, block_size, num_kv_heads, window, scales_offset, counters_offset = packed[

@@ -1,7 +1,7 @@
 """The torch operators `torch.ops.kvhal.{store, gather, attend, copy_blocks}`: schemas, fakes and the CPU kernels.
 
 Importing this module registers them, once a process. The cache is an argument that the operator mutates, so tracing,
-functionalisation and compilation see every store; geometry travels as integers (`LayerGeometry.pack`,
+functionalisation and compilation see every store; geometry travels as numbers (`LayerGeometry.pack`,
 `PageGeometry.pack`). Other devices register for their own dispatch key. What each does stands in `reference.py` and
 `attention.py`. prepared: an attend over another layer of the same group has checked these very arrays and left its
 schedule in `workspace`, for as many tokens and query heads of the same dtype; kernels that make none ignore it.
@@ -21,24 +21,24 @@ from kvhal.kernels.geometry import LayerGeometry, PageGeometry
 __all__ = ["LIBRARY", "SCHEMAS"]
 
 SCHEMAS = {
-    "store": "(Tensor(a!) cache, Tensor k, Tensor v, Tensor slots, int[] geometry, bool checked) -> ()",
+    "store": "(Tensor(a!) cache, Tensor k, Tensor v, Tensor slots, str geometry, bool checked) -> ()",
     "gather": (
-        "(Tensor(a!) cache, Tensor slots, Tensor(b!) k_out, Tensor(c!) v_out, int[] geometry, bool checked) -> ()"
+        "(Tensor(a!) cache, Tensor slots, Tensor(b!) k_out, Tensor(c!) v_out, str geometry, bool checked) -> ()"
     ),
     "attend": (
         "(Tensor(a!) cache, Tensor q, Tensor block_table, Tensor seq_lens, Tensor query_starts, Tensor? sinks, "
-        "Tensor(b!) workspace, Tensor(c!) out, Tensor(d!)? lse, int[] geometry, float scale, float softcap, "
+        "Tensor(b!) workspace, Tensor(c!) out, Tensor(d!)? lse, str geometry, float scale, float softcap, "
         "bool checked, bool prepared=False) -> ()"
     ),
     "copy_blocks": "(Tensor(a!) cache, Tensor pairs, int[] pages, bool checked) -> ()",
 }
 
 
-def _store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, geometry: list[int], checked: bool) -> None:
+def _store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, geometry: str, checked: bool) -> None:
     reference.store(cache, k, v, slots, LayerGeometry.unpack(geometry), checked=checked)
 
 
-def _gather(cache: Tensor, slots: Tensor, k_out: Tensor, v_out: Tensor, geometry: list[int], checked: bool) -> None:
+def _gather(cache: Tensor, slots: Tensor, k_out: Tensor, v_out: Tensor, geometry: str, checked: bool) -> None:
     reference.gather(cache, slots, k_out, v_out, LayerGeometry.unpack(geometry), checked=checked)
 
 
@@ -52,7 +52,7 @@ def _attend(
     workspace: Tensor,
     out: Tensor,
     lse: Tensor | None,
-    geometry: list[int],
+    geometry: str,
     scale: float,
     softcap: float,
     checked: bool,

@@ -106,7 +106,7 @@ class Cache:
         self.data[self.layout.counters_offset :] = 0
 
     @property
-    def packed(self) -> list[int]:
+    def packed(self) -> str:
         return self.geometry.pack()
 
     @property

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
+from kvhal.errors import SpecMismatch
 from kvhal.kernels import operators
-from tests.kernels.oracle import Cache, make
+from kvhal.kernels.geometry import LayerGeometry
+from tests.kernels.oracle import MODES, Cache, make
 
 SLOTS = torch.tensor([3, 4, 5, -1])
 
@@ -55,8 +57,38 @@ def test_importing_again_registers_nothing_twice() -> None:
     assert importlib.import_module("kvhal.kernels.operators").LIBRARY is operators.LIBRARY
 
 
+@pytest.mark.parametrize(("mode", "encoding"), MODES)
+@pytest.mark.parametrize("kind", ["tiled", "inline"])
+def test_a_packed_geometry_is_the_geometry(mode: str, encoding: str | None, kind: str) -> None:
+    cache = make(mode, encoding, kind=kind, heads=3, dim=80, dim_v=48, layers=2, layer=1, k_scale=0.1, v_scale=0.2)
+    found = LayerGeometry.unpack(cache.geometry.pack())
+    assert found == cache.geometry
+    # Launch keys hold the identity of what was unpacked.
+    assert LayerGeometry.unpack("".join(cache.geometry.pack())) is found
+
+
+def test_a_geometry_that_nobody_packed_is_refused_and_writes_nothing() -> None:
+    cache = make()
+    before = cache.data.clone()
+    good = cache.packed
+    k = torch.randn(4, 2, 32)
+    for bad in (
+        "",
+        "1,2,3",
+        good + ",1",
+        good.rpartition(",")[0],
+        good.replace(",", ";"),
+        " " + good,
+        "x" + good,
+        "+" + good,
+    ):
+        with pytest.raises(SpecMismatch, match=r"geometry must be what LayerGeometry\.pack made"):
+            torch.ops.kvhal.store(cache.data, k, k, SLOTS, bad, True)
+    assert torch.equal(cache.data, before)
+
+
 def step(
-    cache: Tensor, k: Tensor, v: Tensor, q: Tensor, out: Tensor, scratch: Tensor, where: list[Tensor], packed: list[int]
+    cache: Tensor, k: Tensor, v: Tensor, q: Tensor, out: Tensor, scratch: Tensor, where: list[Tensor], packed: str
 ) -> Tensor:
     slots, table, lens, starts = where
     torch.ops.kvhal.store(cache, k, v, slots, packed, True)

@@ -18,11 +18,11 @@ from kvhal.kernels.triton.workspace import AttendCut, AttendWorkspace
 __all__ = ["LIBRARY"]
 
 
-def _store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, geometry: list[int], checked: bool) -> None:
+def _store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, geometry: str, checked: bool) -> None:
     launch.store(cache, k, v, slots, LayerGeometry.unpack(geometry), checked=checked)
 
 
-def _gather(cache: Tensor, slots: Tensor, k_out: Tensor, v_out: Tensor, geometry: list[int], checked: bool) -> None:
+def _gather(cache: Tensor, slots: Tensor, k_out: Tensor, v_out: Tensor, geometry: str, checked: bool) -> None:
     launch.gather(cache, slots, k_out, v_out, LayerGeometry.unpack(geometry), checked=checked)
 
 
@@ -44,7 +44,7 @@ def _attend(
     workspace: Tensor,
     out: Tensor,
     lse: Tensor | None,
-    geometry: list[int],
+    geometry: str,
     scale: float,
     softcap: float,
     checked: bool,

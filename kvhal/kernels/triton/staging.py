@@ -99,8 +99,7 @@ def staging_bytes(g: LayerGeometry, num_q_heads: int, max_tokens: int, tuning: T
 
 def can_stage(g: LayerGeometry) -> bool:
     """Whether heads are small enough: with 256 channels the tiles need more shared memory than most arches have."""
-    page = StagedPage.of(g)
-    return max(page.k.block, page.v.block) <= STAGED_CHANNELS
+    return max(g.k.head_dim, g.v.head_dim) <= STAGED_CHANNELS
 
 
 def _is_worth(num_q_heads: int, num_tokens: int, tuning: Tuning) -> bool:
