@@ -137,7 +137,8 @@ def jobs_of(
             ]
             for mode, encoding in modes:
                 for layout in layouts:
-                    for phase in (p for p in has if p in asked):
+                    # Staging has no other phase than prompts, so it is asked for whatever the phases of attend.
+                    for phase in (p for p in has if p in asked or kernel == "stage"):
                         for head_dim in sizes:
                             yield Job(kernel, mode, encoding, arch, layout, phase, head_dim=head_dim)
 
