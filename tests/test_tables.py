@@ -9,8 +9,10 @@ import pytest
 
 from kvhal.capability.proof import Level
 from kvhal.capability.table import OPERATIONS, CapabilityTable, Cell, Operation, Path, Support, Versions
+from kvhal.capability.tables import tuning_file
 from kvhal.capability.versions import Conditions, samples
 from kvhal.errors import UnsupportedMode
+from kvhal.kernels.triton.tuning import load_tunings
 from kvhal.modes import MODES
 from kvhal.policy import Action, Policy, decide, decide_spec
 from kvhal.spec import CacheSpec
@@ -29,7 +31,8 @@ ARCHS = {
     "gfx1170 gfx1200 gfx1201 gfx1250",
 }
 NO_BF16 = {"sm_70", "sm_75", "gfx906", "gfx1030"}
-NATIVE_E4M3 = {"sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121", "gfx942", "gfx950", "gfx1250"}
+# Those whose tuning row leaves the conversion to the hardware.
+NATIVE_E4M3 = {"sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"}
 SLOW_E4M3 = {"sm_80", "gfx906", "gfx908", "gfx90a", "gfx1030"} | {
     f"gfx{n}" for n in (1100, 1101, 1102, 1103, 1150, 1151, 1152)
 }
@@ -129,13 +132,29 @@ def test_paths_and_encodings_where_every_arch_compiles(name: str, mode: str, arc
         assert cell.encodings == MODES[mode].encodings
     elif mode == "fp8_e5m2":
         assert cell.encoding == ("e5m2fnuz" if arch == "gfx942" else "e5m2")
-        assert (cell.path is Path.NATIVE) == (arch in NATIVE_E4M3)
+        assert cell.path in (Path.EMULATED, Path.EMULATED_SLOW)
     else:
         assert cell.encoding == ("e4m3fnuz" if arch == "gfx942" else "e4m3fn")
         assert set(cell.encodings) == {"e4m3fn", "e4m3fnuz"}
         expected = Path.EMULATED_SLOW if arch in SLOW_E4M3 else Path.EMULATED
         assert cell.path is (Path.NATIVE if arch in NATIVE_E4M3 else expected)
         assert cell.native_encodings == ((cell.encoding,) if arch in NATIVE_E4M3 else ())
+
+
+@pytest.mark.parametrize("name", ["cuda", "rocm"])
+def test_what_a_table_calls_native_the_kernels_leave_to_the_hardware(name: str) -> None:
+    """A path is about kvhal's own kernels, so `require: {path: native}` keeps what it promises."""
+    file = tuning_file(name)
+    assert file is not None
+    tunings = load_tunings(file)
+    found = {
+        (arch, encoding)
+        for (_, arch), cells in TABLES[name].mode_rows.items()
+        for cell in cells
+        for encoding in cell.encodings
+        if encoding.startswith("e") and cell.path_of((encoding,)) is Path.NATIVE
+    }
+    assert found == {(arch, encoding) for arch, row in tunings.items() for encoding in row.hardware}
 
 
 def test_gfx942_keeps_fnuz_natively_and_waits_for_proof() -> None:
@@ -173,13 +192,13 @@ def test_sm_80_emulates_fp8_at_a_measured_cost() -> None:
         (ROCM, "float16", "gfx1030", Versions(triton="3.9.0"), Support.REFUSED, None),
         (ROCM, "fp8_e5m2", "gfx1250", Versions(triton="3.5.1"), Support.REFUSED, None),
         (ROCM, "fp8_e5m2", "gfx1250", Versions(triton="3.7.1"), Support.BROKEN, Path.EMULATED),
-        (ROCM, "fp8_e4m3", "gfx1250", Versions(triton="3.8.0"), Support.BROKEN, Path.NATIVE),
+        (ROCM, "fp8_e4m3", "gfx1250", Versions(triton="3.8.0"), Support.BROKEN, Path.EMULATED),
         (ROCM, "fp8_e4m3", "gfx950", Versions(triton="3.6.0"), Support.BROKEN, Path.EMULATED),
         (ROCM, "fp8_e4m3", "gfx950", Versions(triton="3.7.0.dev1"), Support.BROKEN, Path.NATIVE),
         (ROCM, "fp8_e4m3", "gfx942", Versions(triton="3.1.0"), Support.BROKEN, Path.EMULATED),
         (ROCM, "fp8_e4m3", "gfx942", Versions(torch="2.1.2"), Support.REFUSED, None),
         (CUDA, "fp8_e5m2", "sm_90", Versions(triton="3.6.0"), Support.RUN, Path.EMULATED),
-        (CUDA, "fp8_e5m2", "sm_90", Versions(triton="3.7.1"), Support.RUN, Path.NATIVE),
+        (CUDA, "fp8_e5m2", "sm_90", Versions(triton="3.7.1"), Support.RUN, Path.EMULATED),
         (CUDA, "float16", "sm_70", Versions(cuda="12.6"), Support.BROKEN, Path.NATIVE),
         (CUDA, "float16", "sm_70", Versions(cuda="13.0"), Support.REFUSED, None),
         (CUDA, "float16", "sm_75", Versions(cuda="13.0"), Support.BROKEN, Path.NATIVE),
