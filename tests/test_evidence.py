@@ -196,6 +196,21 @@ def test_of_the_same_moment_the_sites_own_result_counts() -> None:
     assert judged(own).proof.origin is Origin.SITE
 
 
+def test_the_last_failure_of_these_kernels_is_not_hidden_by_an_older_pass() -> None:
+    """They passed with Triton 3.6 and then failed with 3.7; nobody knows of 3.8."""
+    passed, failed = result(), result(key=replace(KEY, triton="3.7"), passed=False)
+    asked = replace(KEY, triton="3.8")
+    cell = judged(evidence(file(passed), file(failed, days=5)), key=asked)
+    assert (cell.proof.status, cell.support) == (Status.FAILED, Support.EXPERIMENTAL)
+    assert cell.proof.why == "made for Triton 3.7 (now 3.8), failed: test_store[x], test_attend[x]"
+    # Mended since, or of other kernels, it says nothing against them.
+    later = judged(evidence(file(failed), file(passed, days=5)), key=asked)
+    assert (later.proof.status, later.support) == (Status.STALE, Support.RUN)
+    others = result(key=replace(KEY, kernel="old", triton="3.7"), passed=False)
+    assert judged(evidence(file(passed), file(others, days=5)), key=asked).proof.status is Status.STALE
+    assert judged(evidence(file(passed), file(failed, days=5))).proof.status is Status.CURRENT
+
+
 def test_current_evidence_counts_before_newer_stale_evidence() -> None:
     cell = judged(evidence(file(result()), file(result(key=replace(KEY, kernel="old")), days=5)))
     assert (cell.proof.status, cell.proof.source) == (Status.CURRENT, "file0.json")

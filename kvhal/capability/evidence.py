@@ -172,6 +172,12 @@ class Evidence:
             if newest.cell.passed:
                 return newest.proof(Status.CURRENT)
             return newest.proof(Status.FAILED, f"failed: {', '.join(newest.cell.failed)}", settle)
+        covering = (r for r in found if r.cell.key.kernel == key.kernel and set(encodings) <= set(r.cell.encodings))
+        same = next(covering, None)
+        if same is not None and not same.cell.passed:
+            # The last that was seen of these kernels, under another Triton or tuning row, is that they failed.
+            why = f"made for {key.changes_since(same.cell.key)}, failed: {', '.join(same.cell.failed)}"
+            return same.proof(Status.FAILED, why, settle)
         for older in (r for r in found if r.cell.passed):
             missing = [e for e in encodings if e not in older.cell.encodings]
             what = key.changes_since(older.cell.key) or f"without the encoding {', '.join(missing)}"

@@ -24,7 +24,10 @@ class Origin(Enum):
 
 
 class Status(Enum):
-    """current: passed, for exactly this key. stale: passed, for another. failed: did not pass, for exactly this key."""
+    """current: passed, for exactly this key. stale: passed, for another.
+
+    failed: did not pass, for exactly this key or, the last time that these kernels were tested, for another.
+    """
 
     CURRENT = "current"
     STALE = "stale"
