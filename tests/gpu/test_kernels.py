@@ -1,7 +1,8 @@
 """The Triton kernels on a real GPU against the CPU: bytes bit for bit, attention against float64.
 
-Run on a machine with a GPU: `pytest -m gpu tests/gpu`. Data are made and judged on the CPU by
-`tests/kernels/oracle.py`.
+Run on a machine with a GPU: `pytest -m gpu -v tests/gpu` (with pytest-xdist, `-n 14` for this file and
+`test_gpu_prefill.py`, which compile much and measure no memory; -v, so that a run that is cut has named its failures).
+Data are made and judged on the CPU by `tests/kernels/oracle.py`. What the compliance suite asks is not asked again.
 """
 
 from __future__ import annotations
