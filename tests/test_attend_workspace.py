@@ -135,6 +135,16 @@ def test_a_planned_workspace_holds_whole_staged_tiles(
     assert Staging.of(g, q_heads, most, 1, begin, begin + each, tuning) is None
 
 
+def test_a_group_that_no_staged_tile_holds_sets_nothing_aside() -> None:
+    """71 query heads over one kv head, as Falcon 7B has: the tile of 64 rows holds none, the one of 128 does."""
+    spec = CacheSpec.uniform(mode="int8_per_token_head", num_layers=1, num_kv_heads=1, head_dim=64, num_q_heads=71)
+    g = LayerGeometry.of(Layout.of(spec, 4), 0)
+    for rows, planned in ((64, False), (128, True)):
+        tuning = replace(DEFAULT, staged=replace(DEFAULT.staged, rows=rows))
+        without = triton_workspace_bytes(g, 71, 4096, 4, replace(tuning, staged_bytes=0))
+        assert (triton_workspace_bytes(g, 71, 4096, 4, tuning) > without) is planned
+
+
 def test_small_plans_and_large_heads_set_nothing_aside() -> None:
     for dim, tokens, planned in ((128, 511, False), (128, 512, True), (136, 4096, False), (256, 4096, False)):
         spec = CacheSpec.uniform(mode="int8_per_token_head", num_layers=1, num_kv_heads=8, head_dim=dim, num_q_heads=32)

@@ -201,7 +201,7 @@ class GpuBench:
         """Launches go by `row` on this device. What leaves is the launcher's own error, a lost context excepted."""
         launch.set_tuning(self._index, row)
         try:
-            with torch.cuda.device(self._index if self.device.type == "cuda" else -1):
+            with torch.cuda.device(-1 if self.device.type == "cpu" else self._index):
                 yield
         except RuntimeError as exc:
             error = as_kvhal_error(exc, f"a candidate for {target} was run on {self.device}")

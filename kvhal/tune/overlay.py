@@ -29,7 +29,7 @@ from kvhal.kernels.triton.tuning import DEFAULT, FAMILIES, PHASES, Tuning, load_
 from kvhal.source.user_folder import user_folder
 from kvhal.source.yaml_fields import FieldReader, Node
 from kvhal.source.yaml_source import read, shown
-from kvhal.tune.space import explicit
+from kvhal.tune.space import STAGED_KEYS, explicit
 
 __all__ = [
     "ENV_NAME",
@@ -65,7 +65,7 @@ _TILE: _Rules = {
     "maxnreg": (lambda n: n == 0 or 24 <= n <= 255, "0 (no cap) or a whole number from 24 to 255"),
 }
 # A staged tile is read in halves where it is masked.
-_STAGED = _TILE | {"keys": (lambda n: 32 <= n <= 256 and n & (n - 1) == 0, "32, 64, 128 or 256")}
+_STAGED = _TILE | {"keys": (lambda n: n in STAGED_KEYS, "32, 64 or 128")}
 _LAUNCH: _Rules = {
     "prefill_programs": (lambda n: 1 <= n <= 64, "a whole number from 1 to 64"),
     "store_small": (lambda n: n >= 0, "a whole number"),

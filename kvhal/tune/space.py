@@ -15,6 +15,7 @@ from kvhal.kernels.triton.tuning import FAMILIES, PHASES, Tile, Tuning
 
 __all__ = [
     "STAGED",
+    "STAGED_KEYS",
     "STORE",
     "TUNED_PHASES",
     "Axis",

@@ -91,7 +91,11 @@ class Staging:
 
 def staging_bytes(g: LayerGeometry, num_q_heads: int, max_tokens: int, tuning: Tuning) -> int:
     """Bytes of workspace to set aside for calls of up to `max_tokens` queries: whole tiles, or none."""
-    if not can_stage(g) or not _is_worth(num_q_heads, max_tokens, tuning):
+    if (
+        not can_stage(g)
+        or num_q_heads // g.num_kv_heads > tuning.staged.rows
+        or not _is_worth(num_q_heads, max_tokens, tuning)
+    ):
         return 0
     each = _bytes_a_tile(g, tuning.staged)
     return tuning.staged_bytes // each * each + ROUNDED
