@@ -2,7 +2,7 @@
 
 Run on a machine with a GPU: `pytest -m gpu -v tests/gpu` (with pytest-xdist, `-n 14` for this file and
 `test_gpu_prefill.py`, which compile much and measure no memory; -v, so that a run that is cut has named its failures).
-Data are made and judged on the CPU by `tests/kernels/oracle.py`. What the compliance suite asks is not asked again.
+Data are made and judged on the CPU by `tests/kernels/oracle.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tests.kernels.test_attend import BOUND, Batch
 assert operators.SCHEMAS
 pytestmark = pytest.mark.gpu
 KINDS = ("tiled", "inline")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -79,22 +80,15 @@ def rows(cache: Cache, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("mode", "encoding"), MODES)
 @pytest.mark.parametrize(
-    ("dim", "dim_v", "heads", "dtype"),
-    [
-        (128, 128, 8, torch.bfloat16),
-        (80, 112, 3, torch.float16),
-        (16, 40, 1, torch.float32),
-        (256, 64, 5, torch.bfloat16),
-        (512, 512, 1, torch.float16),
-    ],
+    ("dim", "dim_v", "heads"), [(128, 128, 8), (80, 112, 3), (16, 40, 1), (256, 64, 5), (512, 512, 1)]
 )
 def test_store_is_exact(
     dim: int, dim_v: int, heads: int, mode: str, encoding: str | None, kind: str, dtype: torch.dtype
 ) -> None:
-    """The compliance suite stores every dtype in every mode; here are head sizes it does not have."""
     for count in (40, 300):
         twin = Twin.of(make(mode, encoding, kind=kind, blocks=24, heads=heads, dim=dim, dim_v=dim_v, layers=2, layer=1))
         scattered = torch.randperm(384)[:count]
@@ -145,7 +139,7 @@ def test_gather_is_exact_for_every_code(mode: str, encoding: str | None, kind: s
     end = cache.layout.scales_offset or cache.layout.counters_offset
     cache.data[:end] = torch.randint(0, 256, (end,), dtype=torch.uint8)
     data, slots = cache.data.cuda(), torch.tensor([5, 6, 7, 8, 127, -1, 128, -3, 0, 1, 2, 64])
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in DTYPES:
         outs = [torch.full((12, 3, dim), 7.0, dtype=dtype) for dim in (80, 24)]
         there = [x.cuda() for x in outs]
         torch.ops.kvhal.gather(cache.data, slots, *outs, cache.packed, False)
@@ -209,17 +203,19 @@ def check(one: Batch, **given: Any) -> None:
     assert bool((lse[torch.from_numpy(~seen)] == -math.inf).all())
 
 
-@pytest.mark.parametrize("mode", ["int8_per_token_head", "bfloat16", "fp8_e4m3"])
-def test_attend_of_half_precision_queries(mode: str) -> None:
-    """The compliance suite has float32 and bfloat16 in every mode."""
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("mode", "encoding"), MODES)
+def test_attend_in_every_mode(mode: str, encoding: str | None, kind: str, dtype: torch.dtype) -> None:
     for queries in ([1, 1, 1, 1], [1, 3, 4, 2], [1, 100, 33, 64]):
-        cache = make(mode, blocks=160, heads=2, dim=128, k_scale=0.02, v_scale=0.02)
-        one = Batch(cache, [5, 2000, 33, 64], queries, q_heads=8, dtype=torch.float16)
-        check(one, out_dtype=torch.float16)
+        cache = make(mode, encoding, kind=kind, blocks=160, heads=2, dim=128, k_scale=0.02, v_scale=0.02)
+        check(Batch(cache, [5, 2000, 33, 64], queries, q_heads=8, dtype=dtype), out_dtype=dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["int8_per_token_head", "int4_per_token_head", "bfloat16", "fp8_e4m3"])
+@pytest.mark.parametrize(
+    "mode", ["int8_per_token_head", "int4_per_token_head", "fp8_per_token_head", "bfloat16", "fp8_e4m3"]
+)
 @pytest.mark.parametrize(
     ("dim", "dim_v", "heads", "group"),
     [

@@ -191,3 +191,35 @@ def test_no_sequences_and_no_queries() -> None:
 def test_a_short_workspace_is_refused() -> None:
     with pytest.raises(SpecMismatch, match="workspace must have [0-9]+ bytes"):
         attend(Batch(make(), [9], [1], q_heads=2), workspace=torch.zeros(64, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["cache", "q", "block_table", "seq_lens", "query_starts", "workspace", "out"])
+def test_strided_arrays_are_refused_after_the_same_call_with_dense_ones(name: str) -> None:
+    cache = make(blocks=8)
+    one = Batch(cache, [40, 9], [1, 1], q_heads=4)
+    g = cache.geometry
+    given: dict[str, Tensor | None] = {
+        "cache": cache.data,
+        "q": one.q,
+        "block_table": one.table,
+        "seq_lens": torch.tensor([40, 9], dtype=torch.int32),
+        "query_starts": torch.arange(3, dtype=torch.int32),
+        "sinks": None,
+        "workspace": torch.zeros(triton_workspace_bytes(g, 4, 2, 2), dtype=torch.uint8),
+        "out": torch.zeros(2, 4, 32),
+        "lse": torch.zeros(2, 4),
+    }
+
+    def call(tensors: dict[str, Any]) -> None:
+        together: list[Any] = [*tensors.values(), g]
+        launch.attend(*together, scale=0.1, softcap=0.0, checked=False)
+
+    call(given)
+    dense = given[name]
+    assert dense is not None
+    with pytest.raises(SpecMismatch, match="contiguous"):
+        call(given | {name: dense.repeat_interleave(2, dim=-1)[..., ::2]})
+    if name == "cache":
+        rows, strided = torch.zeros(4, 2, 32), dense.repeat_interleave(2)[::2]
+        with pytest.raises(SpecMismatch, match="contiguous"):
+            launch.store(strided, rows, rows, torch.arange(4), g, checked=False)
