@@ -57,6 +57,7 @@ def attend_kernel(  # noqa: PLR0915  # one kernel, one function
     PAIRS: tl.constexpr,
     MANY: tl.constexpr,
     KEYS: tl.constexpr,
+    SUMS: tl.constexpr,
     PROLOGUE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PAD: tl.constexpr,
@@ -111,8 +112,8 @@ def attend_kernel(  # noqa: PLR0915  # one kernel, one function
                 result, result2, lse2 = few_rows(
                     pages, query, table, h.to(tl.int64), begin, end, position, count, block_stride, num_blocks,
                     q_token, q_head, k_scale, v_scale, softcap,
-                    P, GROUP, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V,
-                    FULL,
+                    P, GROUP, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, SOFTCAP, PAD, CONVERSION,
+                    HARDWARE_K, HARDWARE_V, FULL,
                 )  # fmt: skip
             column = tl.arange(0, ROWS)
             which = column // GROUP

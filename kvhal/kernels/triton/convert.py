@@ -12,7 +12,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["float_operand", "half_of_infinity", "int4_nibbles", "int8_operand", "nibble_operand", "operand_factor"]
+__all__ = [
+    "float_operand",
+    "half_of_infinity",
+    "int4_nibbles",
+    "int8_operand",
+    "nibble_operands",
+    "operand_factor",
+    "settled",
+]
 
 
 @triton.jit
@@ -87,52 +95,38 @@ def int8_operand(codes, CONVERSION: tl.constexpr):
 
 
 @triton.jit
-def nibble_operand(codes, HIGH: tl.constexpr, CONVERSION: tl.constexpr):
-    """The low or high four bits n of packed codes -> fp16 n - 8.
+def nibble_operands(codes, CONVERSION: tl.constexpr):
+    """The low and the high four bits n of packed codes -> two of fp16 n - 8.
 
     Centred, because the product with the zero point is subtracted from the product with the codes, and what both have
     in common is lost in the accumulator.
     """
     if CONVERSION == "asm":
-        if HIGH:
-            value = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 u, m;
-                mov.b32 m, 0x64086408;
-                shr.u32 u, $2, 4;
-                and.b32 u, u, 0x0f0f0f0f;
-                prmt.b32 $0, u, 0x64646464, 0x4140;
-                prmt.b32 $1, u, 0x64646464, 0x4342;
-                sub.f16x2 $0, $0, m;
-                sub.f16x2 $1, $1, m;
-                }""",
-                "=&r,=&r,r",
-                [codes],
-                dtype=tl.float16,
-                is_pure=True,
-                pack=4,
-            )
-        else:
-            value = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 u, m;
-                mov.b32 m, 0x64086408;
-                and.b32 u, $2, 0x0f0f0f0f;
-                prmt.b32 $0, u, 0x64646464, 0x4140;
-                prmt.b32 $1, u, 0x64646464, 0x4342;
-                sub.f16x2 $0, $0, m;
-                sub.f16x2 $1, $1, m;
-                }""",
-                "=&r,=&r,r",
-                [codes],
-                dtype=tl.float16,
-                is_pure=True,
-                pack=4,
-            )
+        # A byte on 0x6400 is 1024 + 16 high + low. With low made 8 it gives the high half, the difference the low one.
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, m, n;
+            mov.b32 m, 0x2c002c00;
+            mov.b32 n, 0xd488d488;
+            prmt.b32 a, $4, 0x64646464, 0x4140;
+            prmt.b32 b, $4, 0x64646464, 0x4342;
+            lop3.b32 $2, a, 0xfff0fff0, 0x00080008, 0xea;
+            lop3.b32 $3, b, 0xfff0fff0, 0x00080008, 0xea;
+            sub.f16x2 $0, a, $2;
+            sub.f16x2 $1, b, $3;
+            fma.rn.f16x2 $2, $2, m, n;
+            fma.rn.f16x2 $3, $3, m, n;
+            }""",
+            "=&r,=&r,=&r,=&r,r",
+            [codes],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
     else:
-        nibble = (codes >> 4) if HIGH else (codes & 15)
-        value = (nibble.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
-    return value
+        low = ((codes & 15).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
+        high = ((codes >> 4).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
+    return low, high
 
 
 @triton.jit
@@ -155,6 +149,20 @@ def int4_nibbles(codes, HIGH: tl.constexpr, CONVERSION: tl.constexpr):
     else:
         value = ((codes >> 4) if HIGH else (codes & 15)).to(tl.int8, bitcast=True)
     return value
+
+
+@triton.jit
+def settled(values, R: tl.constexpr, CONVERSION: tl.constexpr):
+    """Operands of 8-bit or packed codes, made before they change places.
+
+    The compiler moves conversions behind a change of layout, so that bytes change places one by one in registers; with
+    side effects, which an instruction that only copies pretends to have, it cannot.
+    """
+    if CONVERSION == "asm" and R.size == 1:
+        values = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2
+        )
+    return values
 
 
 @triton.jit

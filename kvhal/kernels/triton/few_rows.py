@@ -4,8 +4,11 @@
 
 The products are swapped (S^T = K Q^T, O^T = V^T P^T): cached tokens and channels stand in the long dimension of the
 matrix instructions, and the few columns are the rows of the result, so a program of one warp wastes little. Scales
-never touch K or V: those of K multiply the scores, those of V the weights, normalised by their running maximum so that
-the weights stay in the range of fp16.
+never touch K or V: those of K multiply the scores, those of V the weights, normalised so that they fit fp16.
+
+What the weights are relative to (a score `top` a row, a scale `largest`) rises only when a tile exceeds it by more than
+MOST and MOST_SCALE, so that most tiles rescale nothing; sums over keys are left to the end, but for what each thread
+adds up by itself. Both are powers of two, so that when they rise, which other rows have a say in, changes no rounding.
 
 What a query does not see is selected out. A row with row words that holds NaN has a NaN word and clean codes, so
 selecting the weights is enough. Codes without row words carry NaN themselves; then tiles that only some queries see
@@ -24,10 +27,11 @@ from kvhal.kernels.triton.convert import (
     half_of_infinity,
     int4_nibbles,
     int8_operand,
-    nibble_operand,
+    nibble_operands,
     operand_factor,
+    settled,
 )
-from kvhal.kernels.triton.load import load_keys, load_values, load_words, place
+from kvhal.kernels.triton.load import blocks_of, load_keys, load_values, load_words, place
 
 __all__ = ["few_rows"]
 
@@ -37,10 +41,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 MAGIC = tl.constexpr(12582912.0)
+# A weight stays below 2^MOST * 2 * MOST_SCALE = 2^13.
+MOST = tl.constexpr(8.0)
+MOST_SCALE = tl.constexpr(16.0)
 
 
 @triton.jit
-def few_rows(
+def few_rows(  # noqa: PLR0915  # one item, top to bottom
     pages,
     query,
     table,
@@ -63,6 +70,7 @@ def few_rows(
     COLUMNS: tl.constexpr,
     PAIRS: tl.constexpr,
     KEYS: tl.constexpr,
+    SUMS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PAD: tl.constexpr,
     CONVERSION: tl.constexpr,
@@ -70,13 +78,29 @@ def few_rows(
     HARDWARE_V: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Tiles `begin` to `end` of one item: (result [block, ROWS], its second half for int4, log-sum-exp to base 2)."""
+    """Tiles `begin` to `end` of one item: (result [block, ROWS], its second half for int4, log-sum-exp to base 2).
+
+    SUMS: sums over keys are kept in so many parts.
+    """
     K: tl.constexpr = P.k
     V: tl.constexpr = P.v
     INTEGER: tl.constexpr = P.k.encoding == "int8" or P.k.encoding == "int4"  # noqa: PLR1714  # Triton has no `in`
     CAREFUL: tl.constexpr = P.v.scaling != "row"
+    # One loop has loaded its last tile before it comes to it; two have fewer masks, of which many rows need many.
+    SINGLE: tl.constexpr = TOKENS == 1 and not CAREFUL
     WIDTH: tl.constexpr = COLUMNS if PAD else ROWS
     CHANNELS: tl.constexpr = P.v.block
+    last = position + count - 1
+    # From `inner` to `outer` every query sees the whole tile.
+    first = begin * 0
+    inner = begin
+    if P.window > 0:
+        first = tl.maximum(position - P.window + 1, 0)
+        inner = tl.maximum(begin, (tl.maximum(last - P.window + 1, 0) + KEYS - 1) // KEYS)
+    inner = tl.minimum(inner, end)
+    outer = tl.maximum(tl.minimum((position + 1) // KEYS, end), inner)
+    # Asked for first: the loop waits for them, and they for nothing that the query is made of.
+    blocks = blocks_of(begin if SINGLE else inner, table, first, last, num_blocks, P.block_size, KEYS)
     q_high, q_low, q_scale, q_sum = _query(
         query, count, q_token, q_head, K, GROUP, TOKENS, ROWS, COLUMNS, PAIRS, INTEGER, FULL
     )
@@ -89,60 +113,58 @@ def few_rows(
     # Where each column stands: columns past the last query count as the last, whose tiles are read anyway.
     at = position + tl.minimum(row // GROUP, count - 1)
     top = tl.full([ROWS], LOWEST, tl.float32)
-    weight = tl.zeros([ROWS], tl.float32)
-    largest = tl.full([1], SMALLEST, tl.float32)
+    weight = tl.zeros([SUMS, ROWS], tl.float32)
+    largest = (begin * 0).to(tl.float32) + SMALLEST
+    inverse = 1.0 / largest
     total = tl.zeros([CHANNELS, WIDTH], tl.float32)
     if P.v.encoding == "int4":
         total2 = tl.zeros([CHANNELS, WIDTH], tl.float32)
-        zeros = tl.zeros([ROWS], tl.float32)
+        zeros = tl.zeros([SUMS, ROWS], tl.float32)
     else:
         total2 = tl.zeros([1], tl.float32)
         zeros = tl.zeros([1], tl.float32)
-    last = position + count - 1
-    first = begin * 0
-    if P.window > 0:
-        first = tl.maximum(position - P.window + 1, 0)
-    if CAREFUL:
-        # Tiles that every query sees whole.
-        inner = begin
-        if P.window > 0:
-            inner = tl.maximum(begin, (tl.maximum(last - P.window + 1, 0) + KEYS - 1) // KEYS)
-        inner = tl.minimum(inner, end)
-        outer = tl.maximum(tl.minimum((position + 1) // KEYS, end), inner)
-        for i in range(inner, outer):
-            top, weight, largest, total, total2, zeros = _tile(
-                i, pages, table, h, q_high, q_low, q_scale, q_sum, at, first, last, block_stride, num_blocks, softcap,
-                top, weight, largest, total, total2, zeros,
-                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
-                INTEGER, 0,
-            )  # fmt: skip
-        for j in range(begin, end - (outer - inner)):
-            i = tl.where(j < inner, j, j + (outer - inner))
-            top, weight, largest, total, total2, zeros = _tile(
-                i, pages, table, h, q_high, q_low, q_scale, q_sum, at, first, last, block_stride, num_blocks, softcap,
-                top, weight, largest, total, total2, zeros,
-                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
-                INTEGER, 2,
-            )  # fmt: skip
-    else:
+    if SINGLE:
         for i in range(begin, end):
-            top, weight, largest, total, total2, zeros = _tile(
-                i, pages, table, h, q_high, q_low, q_scale, q_sum, at, first, last, block_stride, num_blocks, softcap,
-                top, weight, largest, total, total2, zeros,
-                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
-                INTEGER, 1,
+            coming = blocks_of(i + 1, table, first, last, num_blocks, P.block_size, KEYS)
+            top, weight, largest, inverse, total, total2, zeros = _tile(
+                i, (i >= inner) & (i < outer), blocks, pages, h, q_high, q_low, q_scale, q_sum, at, first, last,
+                block_stride, softcap, top, weight, largest, inverse, total, total2, zeros,
+                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
+                INTEGER, False,
+            )  # fmt: skip
+            blocks = coming
+    else:
+        for i in range(inner, outer):
+            coming = blocks_of(i + 1, table, first, last, num_blocks, P.block_size, KEYS)
+            top, weight, largest, inverse, total, total2, zeros = _tile(
+                i, True, blocks, pages, h, q_high, q_low, q_scale, q_sum, at, first, last, block_stride,
+                softcap, top, weight, largest, inverse, total, total2, zeros,
+                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
+                INTEGER, True,
+            )  # fmt: skip
+            blocks = coming
+        for j in tl.range(begin, end - (outer - inner), num_stages=1):
+            i = tl.where(j < inner, j, j + (outer - inner))
+            these = blocks_of(i, table, first, last, num_blocks, P.block_size, KEYS)
+            top, weight, largest, inverse, total, total2, zeros = _tile(
+                i, False, these, pages, h, q_high, q_low, q_scale, q_sum, at, first, last, block_stride,
+                softcap, top, weight, largest, inverse, total, total2, zeros,
+                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
+                INTEGER, False,
             )  # fmt: skip
     if PAD:
         total, _ = tl.split(tl.reshape(total, [P.v.block, ROWS, 2]))
-    share = v_scale * operand_factor(V, HARDWARE_V) / tl.where(weight == 0.0, 1.0, weight)
+    sums = tl.sum(weight, axis=0)
+    share = v_scale * operand_factor(V, HARDWARE_V) / tl.where(sums == 0.0, 1.0, sums)
     if not CAREFUL:
         share = share * largest
     if P.v.encoding == "int4":
         if PAD:
             total2, _ = tl.split(tl.reshape(total2, [P.v.block, ROWS, 2]))
-        total = total - zeros[None, :]
-        total2 = (total2 - zeros[None, :]) * share[None, :]
-    return total * share[None, :], total2, top + tl.log2(weight)
+        zero = tl.sum(zeros, axis=0)
+        total = total - zero[None, :]
+        total2 = (total2 - zero[None, :]) * share[None, :]
+    return total * share[None, :], total2, top + tl.log2(sums)
 
 
 @triton.jit
@@ -224,8 +246,9 @@ def _split_int8(x, is_high):
 @triton.jit
 def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     i,
+    is_whole,
+    blocks,
     pages,
-    table,
     h,
     q_high,
     q_low,
@@ -235,11 +258,11 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     first,
     last,
     block_stride,
-    num_blocks,
     softcap,
     top,
     weight,
     largest,
+    inverse,
     total,
     total2,
     zeros,
@@ -249,6 +272,7 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     COLUMNS: tl.constexpr,
     PAIRS: tl.constexpr,
     KEYS: tl.constexpr,
+    SUMS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PAD: tl.constexpr,
     CONVERSION: tl.constexpr,
@@ -256,15 +280,15 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     HARDWARE_V: tl.constexpr,
     FULL: tl.constexpr,
     INTEGER: tl.constexpr,
-    MASK: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """Fold tile i of keys into the running softmax. MASK: 0 every query sees it whole, 1 selects, 2 careful with V."""
+    """Fold tile i of keys into the running softmax. is_whole: every query sees all of it (WHOLE: always)."""
     K: tl.constexpr = P.k
     V: tl.constexpr = P.v
     BLOCK_SIZE: tl.constexpr = P.block_size
     UNIT: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else 1
     UNITS: tl.constexpr = KEYS // UNIT
-    page, inside = place(i, table, first, last, block_stride, num_blocks, BLOCK_SIZE, KEYS)
+    page, inside = place(i, blocks, block_stride, BLOCK_SIZE, KEYS)
     k = load_keys(pages, page, inside, h, K, UNIT, UNITS, KEYS)
     v = load_values(pages, page, inside, h, V, UNIT, UNITS, KEYS)
     if P.k.scaling == "row":
@@ -296,70 +320,115 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
         score = score * int4_scale(k_word)[:, None]
     elif P.k.scaling == "row":
         score = score * k_word.to(tl.float32, bitcast=True)[:, None]
-    score = score * q_scale[None, :]
+    unit = tl.broadcast_to(q_scale[None, :], [KEYS, ROWS])
     if SOFTCAP:
         # tanh x = 1 - 2 / (1 + e^2x)
-        score = (1.0 - 2.0 / (1.0 + tl.exp2(score * (2.0 * LOG2E)))) * (softcap * LOG2E)
+        score = (1.0 - 2.0 / (1.0 + tl.exp2(score * unit * (2.0 * LOG2E)))) * (softcap * LOG2E)
+        unit = tl.full([KEYS, ROWS], 1.0, tl.float32)
 
     key = i * KEYS + tl.arange(0, KEYS)
-    seen = (key <= last) & (key >= first)
-    if MASK > 0:
-        if TOKENS == 1:
-            ok = seen[:, None]
-        else:
-            ok = key[:, None] <= at[None, :]
-            if P.window > 0:
-                ok = ok & (key[:, None] > at[None, :] - P.window)
-        score = tl.where(ok, score, float("-inf"))
-    highest = tl.maximum(top, tl.max(score, axis=0))
-    p = tl.exp2(score - highest[None, :])
-    shrink = tl.exp2(top - highest)
-    weight = weight * shrink + tl.sum(p, axis=0)
+    power = tl.fma(score, unit, tl.broadcast_to(-top[None, :], [KEYS, ROWS]))
+    if P.v.encoding == "int4":
+        scale = int4_scale(v_word)
+        zero = int4_zero(v_word) - 8.0
+    elif P.v.scaling == "row":
+        scale = v_word.to(tl.float32, bitcast=True)
+    if not is_whole:
+        power = tl.where(_sees(key, at, first, last, P, TOKENS, KEYS, ROWS), power, float("-inf"))
+        if P.v.scaling == "row":
+            seen = (key <= last) & (key >= first)
+            scale = tl.where(seen, scale, 0.0)
+            if P.v.encoding == "int4":
+                zero = tl.where(seen & (zero == zero), zero, 0.0)
+    # Before the branch, which waits for all threads: most tiles are weighed by what is known.
+    p = tl.exp2(power)
+    excess = tl.max(power, axis=1)
     if P.v.scaling == "row":
+        excess = tl.maximum(excess, scale * inverse * (MOST / MOST_SCALE))
+    if tl.max(excess, axis=0) > MOST:
+        score = score * unit
+        if not is_whole:
+            score = tl.where(_sees(key, at, first, last, P, TOKENS, KEYS, ROWS), score, float("-inf"))
+        highest = tl.maximum(top, tl.ceil(tl.max(score, axis=0)))
+        p = tl.exp2(score - highest[None, :])
+        shrink = tl.exp2(top - highest)
+        top = highest
+        weight = weight * shrink[None, :]
+        if P.v.scaling == "row":
+            bits = tl.max(tl.where(scale == scale, scale, 0.0), axis=0).to(tl.int32, bitcast=True) & INFINITY
+            larger = tl.maximum(largest, bits.to(tl.float32, bitcast=True))
+            inverse = 1.0 / larger
+            shrink = shrink * (largest * inverse)
+            largest = larger
         if P.v.encoding == "int4":
-            scale = int4_scale(v_word)
-        else:
-            scale = v_word.to(tl.float32, bitcast=True)
-        scale_now = tl.where(seen & (scale == scale), scale, 0.0)
-        larger = tl.maximum(largest, tl.max(scale_now, axis=0))
-        inv = 1.0 / larger
-        shrink = shrink * (largest * inv)
-        largest = larger
-        p = p * (scale * inv)[:, None]
-        if MASK > 0:
-            p = tl.where(ok, p, 0.0)
+            zeros = zeros * shrink[None, :]
+        if PAD:
+            shrink = tl.reshape(tl.join(shrink, shrink), [COLUMNS])
+        total = total * shrink[None, :]
+        if P.v.encoding == "int4":
+            total2 = total2 * shrink[None, :]
+    weight = _add(weight, p, KEYS, SUMS, ROWS)
+    if P.v.scaling == "row":
+        p = p * (scale * inverse)[:, None]
+        # A row of V that is NaN is so for those who see it; what the one query does not see has scale zero by now.
+        if TOKENS > 1:  # noqa: SIM102  # compile time, run time
+            if not is_whole:
+                p = tl.where(_sees(key, at, first, last, P, TOKENS, KEYS, ROWS), p, 0.0)
     if FULL and P.v.encoding == "bfloat16":
         operand = p
     elif P.v.encoding == "bfloat16":
         operand = p.to(tl.bfloat16)
     else:
         operand = p.to(tl.float16)
-    if P.v.encoding == "int4":
-        zero = int4_zero(v_word)
-        zero = tl.where(seen & (zero == zero), zero - 8.0, 0.0)
-        zeros = zeros * shrink + tl.sum(operand.to(tl.float32) * zero[:, None], axis=0)
     wide = operand
     if PAD:
         wide = tl.reshape(tl.join(operand, tl.zeros_like(operand)), [KEYS, COLUMNS])
-        shrink = tl.reshape(tl.join(shrink, shrink), [COLUMNS])
-    total = total * shrink[None, :]
     if P.v.encoding == "int4":
-        total = tl.dot(nibble_operand(v, False, CONVERSION), wide, total)
-        total2 = tl.dot(nibble_operand(v, True, CONVERSION), wide, total2 * shrink[None, :])
+        zeros = _add(zeros, operand.to(tl.float32) * zero[:, None], KEYS, SUMS, ROWS)
+        values, values2 = nibble_operands(v, CONVERSION)
+        if P.v.los == 1:
+            values2 = tl.trans(settled(values2, V, CONVERSION))
+        total2 = tl.dot(values2, wide, total2)
     elif P.v.encoding == "int8":
-        total = tl.dot(int8_operand(v, CONVERSION), wide, total)
+        values = int8_operand(v, CONVERSION)
     else:
-        values = float_operand(v, V, HARDWARE_V, FULL, True)
-        if MASK == 2 and TOKENS == 1:
-            # What the one query does not see, no column sees.
-            values = tl.where(seen[None, :], values, 0.0)
-        elif MASK == 2:
-            # Zero times NaN is NaN, so bad values are taken out and put back as infinity for those who see them.
-            bad = (tl.abs(values) == float("inf")) | (values != values)
-            values = tl.where(bad, 0.0, values)
-            sees = half_of_infinity(ok, FULL)
-            if PAD:
-                sees = tl.reshape(tl.join(sees, sees), [KEYS, COLUMNS])
-            total = tl.dot(half_of_infinity(bad, FULL), sees, total)
-        total = tl.dot(values, wide, total, input_precision="ieee")
-    return highest, weight, largest, total, total2, zeros
+        values = float_operand(v, V, HARDWARE_V, FULL, not WHOLE)
+    if P.v.los == 1:
+        values = tl.trans(settled(values, V, CONVERSION))
+    if P.v.scaling != "row":  # noqa: SIM102  # compile time, run time
+        if not is_whole:
+            if TOKENS == 1:
+                # What the one query does not see, no column sees.
+                values = tl.where(((key <= last) & (key >= first))[None, :], values, 0.0)
+            else:
+                # Zero times NaN is NaN, so bad values are taken out and put back as infinity for those who see them.
+                bad = (tl.abs(values) == float("inf")) | (values != values)
+                values = tl.where(bad, 0.0, values)
+                sees = half_of_infinity(_sees(key, at, first, last, P, TOKENS, KEYS, ROWS), FULL)
+                if PAD:
+                    sees = tl.reshape(tl.join(sees, sees), [KEYS, COLUMNS])
+                total = tl.dot(half_of_infinity(bad, FULL), sees, total)
+    total = tl.dot(values, wide, total, input_precision="ieee")
+    return top, weight, largest, inverse, total, total2, zeros
+
+
+@triton.jit
+def _add(sums, x, KEYS: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr):
+    """Add [KEYS, ROWS] to sums [SUMS, ROWS], SUMS rows at a time."""
+    if KEYS == SUMS:
+        total = sums + x
+    else:
+        total = sums + tl.sum(tl.reshape(x, [KEYS // SUMS, SUMS, ROWS]), axis=0)
+    return total
+
+
+@triton.jit
+def _sees(key, at, first, last, P: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):
+    """Which keys of a tile the query of each row sees: bool [KEYS, ROWS]."""
+    if TOKENS == 1:
+        ok = tl.broadcast_to(((key <= last) & (key >= first))[:, None], [KEYS, ROWS])
+    else:
+        ok = key[:, None] <= at[None, :]
+        if P.window > 0:
+            ok = ok & (key[:, None] > at[None, :] - P.window)
+    return ok

@@ -16,10 +16,11 @@ from kvhal.kernels.triton.convert import (
     float_operand,
     half_of_infinity,
     int8_operand,
-    nibble_operand,
+    nibble_operands,
     operand_factor,
+    settled,
 )
-from kvhal.kernels.triton.load import load_keys, load_values, load_words, place
+from kvhal.kernels.triton.load import blocks_of, load_keys, load_values, load_words, place
 
 __all__ = ["many_rows", "query_rows"]
 
@@ -91,18 +92,22 @@ def many_rows(
         inner = tl.maximum(begin, (tl.maximum(last - P.window + 1, 0) + KEYS - 1) // KEYS)
     inner = tl.minimum(inner, end)
     outer = tl.maximum(tl.minimum((position + 1) // KEYS, end), inner)
+    blocks = blocks_of(inner, table, first, last, num_blocks, P.block_size, KEYS)
     for i in range(inner, outer):
+        coming = blocks_of(i + 1, table, first, last, num_blocks, P.block_size, KEYS)
         top, weight, largest, total, total2, zeros = _tile(
-            i, pages, table, h, q, q_second, q_scale, q_sum, at, first, last, block_stride, num_blocks, softcap,
+            i, blocks, pages, h, q, q_second, q_scale, q_sum, at, first, last, block_stride, softcap,
             top, weight, largest, total, total2, zeros,
             P, KEYS, SOFTCAP, CONVERSION, HARDWARE_K, HARDWARE_V, FULL, False,
         )  # fmt: skip
+        blocks = coming
     inner *= PARTS
     whole = outer * PARTS - inner
     for j in range(begin * PARTS, end * PARTS - whole):
         i = tl.where(j < inner, j, j + whole)
+        these = blocks_of(i, table, first, last, num_blocks, P.block_size, KEYS // PARTS)
         top, weight, largest, total, total2, zeros = _tile(
-            i, pages, table, h, q, q_second, q_scale, q_sum, at, first, last, block_stride, num_blocks, softcap,
+            i, these, pages, h, q, q_second, q_scale, q_sum, at, first, last, block_stride, softcap,
             top, weight, largest, total, total2, zeros,
             P, KEYS // PARTS, SOFTCAP, CONVERSION, HARDWARE_K, HARDWARE_V, FULL, True,
         )  # fmt: skip
@@ -170,8 +175,8 @@ def _operand(x, R: tl.constexpr, FULL: tl.constexpr):
 @triton.jit
 def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     i,
+    blocks,
     pages,
-    table,
     h,
     q,
     q_second,
@@ -181,7 +186,6 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     first,
     last,
     block_stride,
-    num_blocks,
     softcap,
     top,
     weight,
@@ -204,7 +208,7 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     BLOCK_SIZE: tl.constexpr = P.block_size
     UNIT: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else 1
     UNITS: tl.constexpr = KEYS // UNIT
-    page, inside = place(i, table, first, last, block_stride, num_blocks, BLOCK_SIZE, KEYS)
+    page, inside = place(i, blocks, block_stride, BLOCK_SIZE, KEYS)
     k = load_keys(pages, page, inside, h, K, UNIT, UNITS, KEYS)
     v = load_values(pages, page, inside, h, V, UNIT, UNITS, KEYS)
     if P.k.scaling == "row":
@@ -213,8 +217,9 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
         v_word = load_words(pages, page, inside, h, V, UNIT, UNITS, KEYS)
 
     if P.k.encoding == "int4":
-        score = tl.dot(q, tl.trans(nibble_operand(k, False, CONVERSION)))
-        score = tl.dot(q_second, tl.trans(nibble_operand(k, True, CONVERSION)), score)
+        low, high = nibble_operands(k, CONVERSION)
+        score = tl.dot(q, tl.trans(low))
+        score = tl.dot(q_second, tl.trans(high), score)
         score = score - q_sum[:, None] * (int4_zero(k_word) - 8.0)[None, :]
         score = score * int4_scale(k_word)[None, :]
     elif P.k.encoding == "int8":
@@ -263,16 +268,27 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
         zeros = zeros * shrink + tl.sum(weights.to(tl.float32) * zero[None, :], axis=1)
     total = total * shrink[:, None]
     if P.v.encoding == "int4":
-        total = tl.dot(weights, tl.trans(nibble_operand(v, False, CONVERSION)), total)
-        total2 = tl.dot(weights, tl.trans(nibble_operand(v, True, CONVERSION)), total2 * shrink[:, None])
+        low, high = nibble_operands(v, CONVERSION)
+        total = tl.dot(weights, _by_keys(low, V, CONVERSION), total)
+        total2 = tl.dot(weights, _by_keys(high, V, CONVERSION), total2 * shrink[:, None])
     elif P.v.encoding == "int8":
-        total = tl.dot(weights, tl.trans(int8_operand(v, CONVERSION)), total)
+        total = tl.dot(weights, _by_keys(int8_operand(v, CONVERSION), V, CONVERSION), total)
     else:
-        values = float_operand(v, V, HARDWARE_V, FULL, True)
+        values = _by_keys(float_operand(v, V, HARDWARE_V, FULL, MASK), V, CONVERSION)
         if MASK and P.v.scaling != "row":
             # Zero times NaN is NaN, so bad values are taken out and put back as infinity for those who see them.
             bad = (tl.abs(values) == float("inf")) | (values != values)
             values = tl.where(bad, 0.0, values)
-            total = tl.dot(half_of_infinity(ok, FULL), tl.trans(half_of_infinity(bad, FULL)), total)
-        total = tl.dot(weights, tl.trans(values), total, input_precision="ieee")
+            total = tl.dot(half_of_infinity(ok, FULL), half_of_infinity(bad, FULL), total)
+        total = tl.dot(weights, values, total, input_precision="ieee")
     return highest, weight, largest, total, total2, zeros
+
+
+@triton.jit
+def _by_keys(values, R: tl.constexpr, CONVERSION: tl.constexpr):
+    """Operands of V as [KEYS, block]."""
+    if R.los > 1:
+        values = tl.trans(values)
+    else:
+        values = settled(values, R, CONVERSION)
+    return values

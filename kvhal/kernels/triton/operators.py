@@ -12,8 +12,6 @@ from torch.library import Library
 from kvhal.kernels import operators
 from kvhal.kernels.geometry import LayerGeometry, PageGeometry
 from kvhal.kernels.triton import launch
-from kvhal.kernels.triton.staging import can_stage
-from kvhal.kernels.triton.workspace import AttendCut, AttendWorkspace
 
 __all__ = ["LIBRARY"]
 
@@ -24,14 +22,6 @@ def _store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, geometry: str, ch
 
 def _gather(cache: Tensor, slots: Tensor, k_out: Tensor, v_out: Tensor, geometry: str, checked: bool) -> None:
     launch.gather(cache, slots, k_out, v_out, LayerGeometry.unpack(geometry), checked=checked)
-
-
-def _without_room(workspace: Tensor, q: Tensor, num_seqs: int, g: LayerGeometry) -> Tensor:
-    """What an attend needs of `workspace` and no byte more, so that none of its contexts is staged."""
-    tuning, dtype = launch.tuning_of(q.device), str(q.dtype).removeprefix("torch.")
-    tokens, heads = q.shape[:2]
-    cut = AttendCut.of(g, heads, tokens, num_seqs, dtype, tuning)
-    return workspace[: AttendWorkspace.of(cut, g.v.head_dim, tokens, num_seqs).nbytes]
 
 
 def _attend(
@@ -50,10 +40,6 @@ def _attend(
     checked: bool,
     prepared: bool = False,
 ) -> None:
-    g = LayerGeometry.unpack(geometry)
-    # Arguments that cannot be cut at all are for `launch` to refuse.
-    if not can_stage(g) and q.dim() == 3 and q.shape[1] % g.num_kv_heads == 0:
-        workspace = _without_room(workspace, q, seq_lens.shape[0], g)
     launch.attend(
         cache,
         q,
@@ -64,7 +50,7 @@ def _attend(
         workspace,
         out,
         lse,
-        g,
+        LayerGeometry.unpack(geometry),
         scale=scale,
         softcap=softcap,
         checked=checked,

@@ -34,7 +34,11 @@ EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 # Tokens of a store program, where there are more than a few.
 STORE_TOKENS = 16
 STAGE_WARPS = 4
+# Longer rows need the registers.
+CAPPED_CHANNELS = 128
 SCHEDULE_CHUNK = 64
+# Rows of a matrix instruction: sums over as many a warp need nothing of other threads.
+ROWS_A_WARP = 16
 
 
 def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tuning, *, softcap: bool) -> dict[str, Any]:
@@ -47,6 +51,7 @@ def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tunin
         "PAIRS": cut.pairs,
         "MANY": cut.many,
         "KEYS": cut.keys,
+        "SUMS": min(cut.keys, ROWS_A_WARP * cut.num_warps),
         "PROLOGUE": tuning.prologue,
         "SOFTCAP": softcap,
         "PAD": tuning.pad_weights and cut.columns > cut.rows,
@@ -88,9 +93,13 @@ def store_options(g: LayerGeometry, tokens: int, tuning: Tuning) -> dict[str, An
     if tokens == 1:
         return EXACT | {"num_warps": 1}
     options = EXACT | {"num_warps": tuning.store_warps}
-    is_capped = all(
-        of.encoding.name in tuning.hardware and of.scaling is Scaling.ROW and (of is g.k or of.codes.shape[4] > 1)
-        for of in (g.k, g.v)
+    is_capped = (
+        g.k.head_dim <= CAPPED_CHANNELS
+        and g.v.head_dim <= CAPPED_CHANNELS
+        and all(
+            of.encoding.name in tuning.hardware and of.scaling is Scaling.ROW and (of is g.k or of.codes.shape[4] > 1)
+            for of in (g.k, g.v)
+        )
     )
     return options | {"maxnreg": tuning.store_registers} if is_capped and tuning.store_registers else options
 

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from kvhal.kernels.triton.codec import int4_scale, int4_zero
-from kvhal.kernels.triton.convert import float_operand, int8_operand, nibble_operand, operand_factor
-from kvhal.kernels.triton.load import load_keys, load_values, load_words, place
+from kvhal.kernels.triton.convert import float_operand, int8_operand, nibble_operands, operand_factor
+from kvhal.kernels.triton.load import blocks_of, load_keys, load_values, load_words, place
 from kvhal.kernels.triton.schedule import staged_tiles
 
 __all__ = ["stage_kernel"]
@@ -70,7 +70,8 @@ def stage_kernel(
         if i < high:
             pages = cache + base
             table = block_table + b.to(tl.int64) * table_stride
-            page, inside = place(i, table, first, length - 1, block_stride, num_blocks, BLOCK_SIZE, KEYS)
+            blocks = blocks_of(i, table, first, length - 1, num_blocks, BLOCK_SIZE, KEYS)
+            page, inside = place(i, blocks, block_stride, BLOCK_SIZE, KEYS)
             token = tl.arange(0, KEYS)
             key = i * KEYS + token
             seen = (key >= first) & (key < length)
@@ -83,7 +84,9 @@ def stage_kernel(
             to = (workspace + keys_at).to(tl.pointer_type(tl.float16)) + (at * S.k.block)[:, None]
             _write(to, exponents, k, words, seen, K, K_TO, CONVERSION, HARDWARE_K)
             # Turned, so that both are [tokens, channels] from here on.
-            v = tl.trans(load_values(pages, page, inside, h, V, UNIT, UNITS, KEYS))
+            v = load_values(pages, page, inside, h, V, UNIT, UNITS, KEYS)
+            if P.v.los > 1:
+                v = tl.trans(v)
             if P.v.scaling == "row":
                 words = load_words(pages, page, inside, h, V, UNIT, UNITS, KEYS)
             to = (workspace + values_at).to(tl.pointer_type(tl.float16)) + (at * S.v.block)[:, None]
@@ -108,8 +111,9 @@ def _write(
     if R.encoding == "int4":
         zero = (int4_zero(words) - 8.0)[:, None]
         scale = int4_scale(words)[:, None]
-        low = tl.where(inside, (nibble_operand(codes, False, CONVERSION).to(tl.float32) - zero) * scale, 0.0)
-        high = tl.where(inside, (nibble_operand(codes, True, CONVERSION).to(tl.float32) - zero) * scale, 0.0)
+        low, high = nibble_operands(codes, CONVERSION)
+        low = tl.where(inside, (low.to(tl.float32) - zero) * scale, 0.0)
+        high = tl.where(inside, (high.to(tl.float32) - zero) * scale, 0.0)
         up, down = _exponent(tl.maximum(_largest(low), _largest(high)))
         tl.store(to + channel[None, :], (low * down).to(tl.float16), mask=(channel < R.width)[None, :])
         tl.store(to + R.width + channel[None, :], (high * down).to(tl.float16), mask=(channel < R.width)[None, :])

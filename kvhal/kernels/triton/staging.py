@@ -77,7 +77,7 @@ class Staging:
         tile = tuning.staged
         # By shape alone: where every other sequence has a query, is a prompt left?
         has_prompt = num_tokens >= num_seqs - 1 + tuning.staged_queries
-        if not has_prompt or not _is_worth(num_q_heads, num_tokens, tuning) or group > tile.rows:
+        if not has_prompt or not can_stage(g) or not _is_worth(num_q_heads, num_tokens, tuning) or group > tile.rows:
             return None
         tiles = (end - begin - ROUNDED) // _bytes_a_tile(g, tile)
         if tiles < 1:

@@ -25,8 +25,13 @@ SCHEDULE_BYTES = 32
 SEQUENCE_BYTES = 32
 MAX_DECODE_QUERIES = 8
 PARTIAL_BYTES = 32 << 20
-# Registers of a multiprocessor (CUDA C++ Programming Guide, compute capability 8.0 to 12.0).
-REGISTERS = 65536
+# CUDA C++ Programming Guide, compute capability 8.0 to 12.0: each of a multiprocessor's four schedulers has registers
+# for its own warps, which take eight a thread at a time; a program takes 1 KiB of shared memory for itself.
+SCHEDULERS = 4
+REGISTERS_A_SCHEDULER = 16384
+RESERVED_BYTES = 1024
+# Fewer single-warp programs than this do not keep memory busy (measured on sm_90): rather load fewer tiles ahead.
+ENOUGH_WARPS = 8
 DTYPES = ("float32", "bfloat16", "float16")
 # What one warp holds without spilling (compiled for sm_90): bytes of a tile of K or V, rows x channels of the result,
 # keys x columns of scores.
@@ -50,7 +55,7 @@ class AttendCut:
     """How one call is cut. rows: columns of the result an item has, a power of two; columns: of the score product.
 
     many: computed by `many_rows`, else by `few_rows`. tokens: queries an item. pairs: two columns a row, the high and
-    the low part of the query.
+    the low part of the query. at_once: programs that run on a multiprocessor at once, 0 if nothing says how many.
     """
 
     prefill: bool
@@ -64,6 +69,7 @@ class AttendCut:
     num_stages: int
     maxnreg: int
     slots: int
+    at_once: int
 
     @classmethod
     @lru_cache(maxsize=1024)
@@ -113,8 +119,9 @@ class AttendCut:
         partial = 4 * rows * (g.v.head_dim + 1)
         slots = 2 * max(1, min(tuning.max_programs, PARTIAL_BYTES // (2 * partial)))
         return cls(
-            prefill, many, tokens, rows, columns, pairs, tile.keys, tile.num_warps, tile.num_stages, tile.maxnreg, slots
-        )
+            prefill, many, tokens, rows, columns, pairs, tile.keys, tile.num_warps, tile.num_stages, tile.maxnreg,
+            slots, shape.at_once(tile, tuning),
+        )  # fmt: skip
 
     def programs(
         self, processors: int, tuning: Tuning, most_tiles: int = 1 << 62
@@ -125,7 +132,7 @@ class AttendCut:
         most_tiles: a bound on the line of tiles; the programs of a longer one need not be launched.
         """
         most = self.slots // 2
-        at_once = REGISTERS // (32 * self.num_warps * self.maxnreg) if self.maxnreg else most
+        at_once = self.at_once or most
         steps = ((1 << 62, tuning.prefill_programs),) * 3 if self.prefill else tuning.programs
         found = tuple((tiles, min(most, max(1, min(each, at_once)) * processors)) for tiles, each in steps)
         count = next(programs for tiles, programs in found if most_tiles <= tiles)
@@ -158,16 +165,40 @@ class _Shape:
         if not (self.many and (self.prefill or not tile.maxnreg)):
             warps = max(warps, self._warps(keys, tuning))
         registers = tile.maxnreg
-        wide, row_major = self.dim > SMALL_HEAD, _is_row_major(self.g)
-        if registers and not (self.prefill or is_careful(self.g) or row_major) and (warps > tile.num_warps or not wide):
-            # Two warps, or a small head, want more keys at a time (measured on sm_90).
+        row_major = _is_row_major(self.g)
+        if registers and not (self.prefill or is_careful(self.g) or row_major) and self.dim <= SMALL_HEAD:
+            # A small head wants more keys at a time (measured on sm_90).
             keys = min(2 * keys, max(keys, MOST_KEYS), KEYS_BY_CHANNELS // pow2(self.dim))
-        if registers and (warps > tile.num_warps or self.dim > MANY_CHANNELS or row_major):
+        if registers and (warps > tile.num_warps or self.dim > MANY_CHANNELS or (row_major and not is_own)):
             registers = MOST_REGISTERS
         stages = tile.num_stages
         while stages > 1 and stages * _tile_bytes(self.g, keys) > tuning.shared_bytes:
             stages -= 1
-        return replace(tile, keys=keys, num_warps=warps, num_stages=stages, maxnreg=registers)
+        found = replace(tile, keys=keys, num_warps=warps, num_stages=stages, maxnreg=registers)
+        enough = min(ENOUGH_WARPS // warps, self._by_registers(found))
+        # Two stages load one tile ahead.
+        while found.num_stages > 2 and self.at_once(found, tuning) < enough:
+            found = replace(found, num_stages=found.num_stages - 1)
+        return found
+
+    def at_once(self, tile: Tile, tuning: Tuning) -> int:
+        """Programs that run on a multiprocessor at once, as registers and shared memory say; 0 if no cap says."""
+        if not tile.maxnreg:
+            return 0
+        ahead = max(1, tile.num_stages - 1) * (_tile_bytes(self.g, tile.keys) + 8 * tile.keys)
+        query = self.columns * pow2(self.g.k.head_dim) * (1 if self.g.k.encoding.name in ("int8", "int4") else 2)
+        held = ahead + query + 2 * tile.keys * self.rows + RESERVED_BYTES
+        warps = (tuning.shared_bytes + RESERVED_BYTES) // held * tile.num_warps
+        # Warps that the schedulers cannot share evenly leave three of them waiting for the fourth.
+        warps = warps // SCHEDULERS * SCHEDULERS or warps
+        return max(1, min(warps // tile.num_warps, self._by_registers(tile)))
+
+    @staticmethod
+    def _by_registers(tile: Tile) -> int:
+        if not tile.maxnreg:
+            return 0
+        a_warp = 32 * -(-tile.maxnreg // 8) * 8
+        return max(1, REGISTERS_A_SCHEDULER // a_warp * SCHEDULERS // tile.num_warps)
 
     def _keys(self, keys: int, tuning: Tuning, *, is_own: bool) -> int:
         keys = max(16, min(keys, KEYS_BY_CHANNELS // pow2(self.dim)))
