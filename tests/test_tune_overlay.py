@@ -91,7 +91,7 @@ def test_a_file_says_what_differs_and_the_shipped_row_the_rest(own_folder: Path)
     )
     row, before = tuning_in_use(CUDA, "sm_90"), shipped()
     old = before.tile("int8", "decode")
-    assert row.tile("int8", "decode") == Tile(64, 2, old.num_stages, old.maxnreg)
+    assert row.tile("int8", "decode") == replace(old, keys=64, num_warps=2)
     assert row.programs == ((100, 1), (200, 2), (300, 3))
     assert (row.prefill_programs, row.store_small, row.store_warps) == (5, 0, before.store_warps)
     for phase in PHASES:

@@ -100,6 +100,23 @@ def test_store_is_exact(
         assert twin.same()
 
 
+@pytest.mark.parametrize("dim", [24, 40, 64, 128])
+@pytest.mark.parametrize("mode", ["int8_per_token_head", "int4_per_token_head", "fp8_per_token_head"])
+def test_rows_that_start_anywhere_are_stored_exactly(mode: str, dim: int) -> None:
+    """Unaligned rows are read one element a thread, so that a thread's elements side by side are of several rows."""
+    twin = Twin.of(make(mode, blocks=24, heads=3, dim=dim))
+    for dtype in DTYPES:
+        wide = torch.zeros(2, 320, 3, dim + 1, dtype=dtype)
+        k, v = wide[0, :, :, 1:], wide[1, :, :, 1:]
+        k[:], v[:] = rows(twin.cache, 320, dtype)
+        gpu = wide.cuda()
+        torch.ops.kvhal.store(twin.cache.data, k, v, torch.arange(320), twin.cache.packed, True)
+        torch.ops.kvhal.store(
+            twin.data, gpu[0, :, :, 1:], gpu[1, :, :, 1:], torch.arange(320).cuda(), twin.cache.packed, True
+        )
+        assert twin.same()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("encoding", ["int8", "e4m3fn", "e4m3fnuz", "int4"])
 def test_golden_pages(encoding: str, kind: str) -> None:

@@ -52,10 +52,11 @@ def encode_rows(x, static_scale, R: tl.constexpr, HARDWARE: tl.constexpr, PACKED
         inv = tl.where(bad, 0.0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
         words = tl.where(bad, NAN_WORD, scale.to(tl.int32, bitcast=True))
         # No clamp: three roundings keep |x * inv| below qmax * (1 + 2^-22), which rounds to qmax in every encoding.
+        y = tl.where(bad[:, None], 0.0, x) * inv[:, None]
         if PACKED and R.encoding == "int8":
-            codes = _pack_int8(_rounded(x * inv[:, None]), _mask(bad, x))
+            codes = _pack_int8(_rounded(y))
         else:
-            codes = _encode(tl.where(bad[:, None], 0.0, x) * inv[:, None], R, HARDWARE)
+            codes = _encode(y, R, HARDWARE)
     elif R.scaling == "static":
         inv = tl.div_rn(tl.full([1], 1.0, tl.float32), static_scale)
         y = tl.minimum(tl.maximum(x * inv[:, None], -R.qmax), R.qmax)
@@ -85,14 +86,14 @@ def encode_int4(low_half, high_half, ok, R: tl.constexpr, PACKED: tl.constexpr):
         bad = tl.maximum(high, -low, propagate_nan=tl.PropagateNan.ALL).to(tl.int32, bitcast=True) >= INFINITY
         high = tl.where(bad, 0.0, high)
         low = tl.where(bad, 0.0, low)
-        lows, highs = low_half, high_half
     else:
         low_bits = low_half.to(tl.int32, bitcast=True) & MAGNITUDE
         high_bits = high_half.to(tl.int32, bitcast=True) & MAGNITUDE
         bad = tl.max(tl.maximum(low_bits, high_bits), axis=1) >= INFINITY
-        lows, highs = tl.where(bad[:, None], 0.0, low_half), tl.where(bad[:, None], 0.0, high_half)
-        high = tl.max(tl.where(ok, tl.maximum(lows, highs), float("-inf")), axis=1)
-        low = tl.min(tl.where(ok, tl.minimum(lows, highs), float("inf")), axis=1) + 0.0
+        larger = tl.where(bad[:, None], 0.0, tl.maximum(low_half, high_half))
+        smaller = tl.where(bad[:, None], 0.0, tl.minimum(low_half, high_half))
+        high = tl.max(tl.where(ok, larger, float("-inf")), axis=1)
+        low = tl.min(tl.where(ok, smaller, float("inf")), axis=1) + 0.0
     amax = tl.maximum(high, -low)
     span = tl.maximum(high * (1.0 / 15.0) - low * (1.0 / 15.0), amax * (2.0**-11))
     span = tl.where(bad, 1.0, tl.maximum(span, TINY))
@@ -102,11 +103,11 @@ def encode_int4(low_half, high_half, ok, R: tl.constexpr, PACKED: tl.constexpr):
     # Not -low * inv: Triton negates by subtracting from zero, and then a zero minimum loses its sign.
     zero = (low * -inv).to(tl.float16)
     wide_zero = zero.to(tl.float32)[:, None]
-    first = lows * inv[:, None] + wide_zero
-    second = highs * inv[:, None] + wide_zero
+    first = tl.where(bad[:, None], 0.0, low_half) * inv[:, None] + wide_zero
+    second = tl.where(bad[:, None], 0.0, high_half) * inv[:, None] + wide_zero
     word = top | (zero.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF)
     if PACKED:
-        codes = _pack_int4(_rounded(first), _rounded(second), _mask(bad, first))
+        codes = _pack_int4(_rounded(first), _rounded(second))
     else:
         codes = (_round_int4(first) | (_round_int4(second) << 4)).to(tl.uint8)
     return codes, tl.where(bad, INT4_NAN_WORD, word), bad
@@ -129,24 +130,21 @@ def _rounded(y):
 
 
 @triton.jit
-def _mask(bad, like):
-    """int32 [n, block]: no bits for bad rows [n], else all."""
-    return tl.where(bad, 0, -1)[:, None] + tl.zeros(like.shape, tl.int32)
+def _pack_int8(codes):
+    """The low bytes of int32 codes.
 
-
-@triton.jit
-def _pack_int8(codes, mask):
-    """The low bytes of int32 codes, and those of `mask`."""
+    Four elements that a thread holds side by side need not be of one row, so an operand that is the same for a row
+    must not be read from the first of them alone.
+    """
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 a, b;
         prmt.b32 a, $1, $2, 0x0040;
         prmt.b32 b, $3, $4, 0x0040;
-        prmt.b32 a, a, b, 0x5410;
-        and.b32 $0, a, $5;
+        prmt.b32 $0, a, b, 0x5410;
         }""",
-        "=r,r,r,r,r,r,r,r,r",
-        [codes, mask],
+        "=r,r,r,r,r",
+        [codes],
         dtype=tl.uint8,
         is_pure=True,
         pack=4,
@@ -154,8 +152,8 @@ def _pack_int8(codes, mask):
 
 
 @triton.jit
-def _pack_int4(first, second, mask):
-    """int32 codes whose low 16 bits are signed, clamped to 0 to 15, as first | second << 4, and those of `mask`."""
+def _pack_int4(first, second):
+    """int32 codes whose low 16 bits are signed, clamped to 0 to 15, as first | second << 4."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 a, b, c, d, m;
@@ -170,11 +168,10 @@ def _pack_int4(first, second, mask):
         min.s16x2.relu d, d, m;
         mad.lo.u32 a, c, 16, a;
         mad.lo.u32 b, d, 16, b;
-        prmt.b32 a, a, b, 0x6420;
-        and.b32 $0, a, $9;
+        prmt.b32 $0, a, b, 0x6420;
         }""",
-        "=r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [first, second, mask],
+        "=r,r,r,r,r,r,r,r,r",
+        [first, second],
         dtype=tl.uint8,
         is_pure=True,
         pack=4,
