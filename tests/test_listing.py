@@ -87,6 +87,27 @@ def test_sass_is_counted_alike() -> None:
     )
 
 
+SKIPS = """\
+.L_x_0:
+        /*0010*/                   IMMA.16816.S8.S8 R4, R4.ROW, R8.COL, R4 ;
+        /*0020*/              @!P0 BRA `(.L_x_2) ;
+        /*0030*/                   FMUL R4, R4, R5 ;
+        /*0040*/                   FMUL R4, R4, R5 ;
+        /*0050*/                   MUFU.EX2 R4, R4 ;
+.L_x_2:
+        /*0060*/                   HMMA.16816.F32 R4, R4, R8, R4 ;
+        /*0070*/               @P2 BRA `(.L_x_3) ;
+        /*0080*/                   HMMA.16816.F32 R4, R4, R8, R4 ;
+.L_x_3:
+        /*0090*/               @P1 BRA `(.L_x_0) ;
+        /*00a0*/                   EXIT ;
+"""
+
+
+def test_what_a_turn_may_skip_is_not_counted_unless_it_holds_products() -> None:
+    assert nvidia_loop(SKIPS) == LoopCount(matrix=2, matrix8=1, other=3)
+
+
 def test_no_loop_without_products() -> None:
     plain = AMD.replace("v_mfma_i32", "v_add_i32").replace("v_mfma_f32", "v_add_f32")
     assert amd_loop(plain) == LoopCount()

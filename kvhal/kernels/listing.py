@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from heapq import heappop, heappush
 
 __all__ = ["NO_LOOP", "LoopCount", "amd_loop", "amd_names", "nvidia_loop", "nvidia_names"]
 
@@ -119,9 +120,10 @@ def _blocks(text: str, line: re.Pattern[str]) -> list[_Block]:
 
 
 def _count(blocks: Sequence[_Block], kinds: _Kinds) -> LoopCount:
-    """The shortest of the innermost loops that hold matrix instructions.
+    """The shortest way around one of the innermost loops that hold matrix instructions.
 
-    An attend kernel has one loop over tiles of keys, or two: then the longer one masks, and few tiles need it.
+    An attend kernel has one loop over tiles of keys, or two: then the longer one masks, and few tiles need it. What a
+    turn may skip (rescaling, masks in a single loop) few turns need either.
     """
     at = {block.label: i for i, block in enumerate(blocks) if block.label is not None}
     follows: dict[int, set[int]] = {i: set() for i in range(len(blocks))}
@@ -136,7 +138,9 @@ def _count(blocks: Sequence[_Block], kinds: _Kinds) -> LoopCount:
     inner = list(_innermost(frozenset(follows), follows, has_product))
     if not inner:
         return NO_LOOP
-    loop = min(inner, key=lambda of: sum(len(blocks[i].names) for i in of))
+    sizes = [len(block.names) for block in blocks]
+    turns = [_shortest_turn(loop, follows, sizes, has_product) for loop in inner]
+    loop = min(turns, key=lambda of: sum(sizes[i] for i in of))
     counts = dict.fromkeys((f.name for f in fields(LoopCount)), 0)
     for i in loop:
         for name in blocks[i].names:
@@ -157,6 +161,28 @@ def _innermost(nodes: frozenset[int], follows: Mapping[int, set[int]], wanted: s
             yield from inner
         else:
             yield loop
+
+
+def _shortest_turn(
+    loop: frozenset[int], follows: Mapping[int, set[int]], sizes: Sequence[int], wanted: set[int]
+) -> frozenset[int]:
+    """The blocks of the shortest circle through the most wanted ones that a circle of `loop` can pass."""
+    start = min(loop & wanted)
+    # (fewer wanted blocks missed, then instructions) of the best way to each block, and the way.
+    best: dict[int, tuple[int, int, frozenset[int]]] = {}
+    waiting: list[tuple[int, int, int, frozenset[int]]] = [(0, sizes[start], start, frozenset({start}))]
+    while waiting:
+        _, length, block, way = heappop(waiting)
+        for after in follows[block] & loop:
+            if after == start:
+                found = (-len(way & wanted), length, way)
+                best[start] = min(best.get(start, found), found, key=lambda of: of[:2])
+            elif after not in way:
+                key = (-len((way | {after}) & wanted), length + sizes[after])
+                if after not in best or key < best[after][:2]:
+                    best[after] = (*key, way | {after})
+                    heappush(waiting, (*key, after, way | {after}))
+    return best[start][2] if start in best else loop
 
 
 def _circles(nodes: frozenset[int], follows: Mapping[int, set[int]]) -> Iterator[frozenset[int]]:
