@@ -223,3 +223,37 @@ def test_strided_arrays_are_refused_after_the_same_call_with_dense_ones(name: st
         rows, strided = torch.zeros(4, 2, 32), dense.repeat_interleave(2)[::2]
         with pytest.raises(SpecMismatch, match="contiguous"):
             launch.store(strided, rows, rows, torch.arange(4), g, checked=False)
+
+
+RISES = {"falls": -20.0, "stays": 0.0, "a little": 1.0, "below the limit": 5.5, "above it": 6.0, "fast": 200.0}
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("rise", RISES)
+@pytest.mark.parametrize("mode", [*ROW_MODES, "bfloat16", "fp8_e4m3"])
+def test_scores_that_rise_from_tile_to_tile(mode: str, rise: str, queries: int) -> None:
+    """What weights are relative to follows the largest score of each row, in steps; the limit is 8 log 2, or 5.55."""
+    cache = make(mode, blocks=20, dim=64, k_scale=0.2, v_scale=0.02)
+    one = Batch(cache, [300], [queries], q_heads=4)
+    token = torch.arange(300)
+    along = torch.nn.functional.normalize(torch.randn(64), dim=0)
+    # Scores of 16 tokens grow by `rise` over those of the 16 before them; half of the rows see them fall instead.
+    k = (0.1 * torch.randn(300, 2, 64) + (token // 16 * RISES[rise] * 0.125)[:, None, None] * along).float()
+    v = torch.randn(300, 2, 64) * (1.0 if "fp8_e" in mode else torch.exp2(torch.randint(-30, 30, (300, 2, 1))))
+    one.q[:] = along * 64 + 0.1 * torch.randn(one.q.shape)
+    one.q[:, ::2] *= -1
+    torch.ops.kvhal.store(cache.data, k, v, torch.tensor(one.slots[0]), cache.packed, True)
+    check(one)
+
+
+@pytest.mark.parametrize("mode", ROW_MODES)
+def test_what_other_rows_see_changes_no_rounding(mode: str) -> None:
+    """Rows of an item share their tiles, and one whose maximum rises makes all of them look at theirs."""
+    cache = make(mode, blocks=20, dim=64)
+    one = Batch(cache, [300], [4], q_heads=4)
+    before, lse = attend(one)
+    one.q[:, ::2] *= 40.0
+    after, after_lse = attend(one)
+    assert oracle.relative(after[:, 1::2], before[:, 1::2].double().numpy()) <= 1e-6
+    assert torch.allclose(after_lse[:, 1::2], lse[:, 1::2], atol=1e-6)
+    assert oracle.relative(after[:, ::2], before[:, ::2].double().numpy()) > 0.1
