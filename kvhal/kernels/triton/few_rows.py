@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvhal.kernels.triton.codec import int4_scale, int4_zero, load_float
+from kvhal.kernels.triton.codec import int4_scale, int4_zero
 from kvhal.kernels.triton.convert import (
     float_operand,
     half_of_infinity,
@@ -32,6 +32,8 @@ from kvhal.kernels.triton.convert import (
     settled,
 )
 from kvhal.kernels.triton.load import blocks_of, load_keys, load_values, load_words, place
+from kvhal.kernels.triton.query import query_columns
+from kvhal.kernels.triton.schedule import whole_tiles
 
 __all__ = ["few_rows"]
 
@@ -39,8 +41,6 @@ LOWEST = tl.constexpr(-3.0e38)
 SMALLEST = tl.constexpr(2.0**-126)
 LOG2E = tl.constexpr(1.4426950408889634)
 INFINITY = tl.constexpr(0x7F800000)
-MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-MAGIC = tl.constexpr(12582912.0)
 # A weight stays below 2^MOST * 2 * MOST_SCALE = 2^13.
 MOST = tl.constexpr(8.0)
 MOST_SCALE = tl.constexpr(16.0)
@@ -91,17 +91,10 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
     WIDTH: tl.constexpr = COLUMNS if PAD else ROWS
     CHANNELS: tl.constexpr = P.v.block
     last = position + count - 1
-    # From `inner` to `outer` every query sees the whole tile.
-    first = begin * 0
-    inner = begin
-    if P.window > 0:
-        first = tl.maximum(position - P.window + 1, 0)
-        inner = tl.maximum(begin, (tl.maximum(last - P.window + 1, 0) + KEYS - 1) // KEYS)
-    inner = tl.minimum(inner, end)
-    outer = tl.maximum(tl.minimum((position + 1) // KEYS, end), inner)
+    first, inner, outer = whole_tiles(position, last, begin, end, KEYS, P.window)
     # Asked for first: the loop waits for them, and they for nothing that the query is made of.
     blocks = blocks_of(begin if SINGLE else inner, table, first, last, num_blocks, P.block_size, KEYS)
-    q_high, q_low, q_scale, q_sum = _query(
+    q_high, q_low, q_scale, q_sum = query_columns(
         query, count, q_token, q_head, K, GROUP, TOKENS, ROWS, COLUMNS, PAIRS, INTEGER, FULL
     )
     row = tl.arange(0, ROWS)
@@ -165,82 +158,6 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
         total = total - zero[None, :]
         total2 = (total2 - zero[None, :]) * share[None, :]
     return total * share[None, :], total2, top + tl.log2(sums)
-
-
-@triton.jit
-def _query(
-    query,
-    count,
-    q_token,
-    q_head,
-    R: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTEGER: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """The query as an operand [block, COLUMNS] (for int4 two halves), its scale [ROWS], its sum in codes [ROWS].
-
-    PAIRS: columns 2 r and 2 r + 1 hold the high and the low part of row r. A row with NaN or infinity gets scale NaN.
-    """
-    column = tl.arange(0, COLUMNS)
-    row = column // 2 if PAIRS else column
-    channel = tl.arange(0, R.block)
-    valid = ((row < GROUP * TOKENS) & (row // GROUP < count))[None, :] & (channel < R.width)[:, None]
-    pointers = query + ((row // GROUP).to(tl.int64) * q_token + (row % GROUP).to(tl.int64) * q_head)[None, :]
-    pointers = pointers + channel[:, None]
-    x = load_float(pointers, valid)
-    bits = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE, axis=0)
-    y = x
-    if R.encoding == "int4":
-        y = load_float(pointers + R.width, valid)
-        bits = tl.maximum(bits, tl.max(y.to(tl.int32, bitcast=True) & MAGNITUDE, axis=0))
-    finite = bits < INFINITY
-    total = tl.zeros([1], tl.float32)
-    if INTEGER:
-        scale = tl.maximum(bits.to(tl.float32, bitcast=True), 1e-30) * (1.0 / 127.0)
-        inv = tl.where(finite, 1.0 / scale, 0.0)
-        is_high = (column % 2 == 0)[None, :]
-        high = _split_int8(tl.where(finite[None, :], x, 0.0) * inv[None, :], is_high)
-        low = high
-        if R.encoding == "int4":
-            low = _split_int8(tl.where(finite[None, :], y, 0.0) * inv[None, :], is_high)
-            sums = tl.sum(high.to(tl.int32), axis=0) + tl.sum(low.to(tl.int32), axis=0)
-            a, c = tl.split(tl.reshape(sums.to(tl.float32), [ROWS, 2]))
-            total = a + c * (1.0 / 254.0)
-    else:
-        # By a power of two, so that nothing is lost: |x| < 2.
-        exponent = tl.minimum(tl.maximum(bits & INFINITY, 1 << 23), 253 << 23)
-        scale = exponent.to(tl.float32, bitcast=True)
-        x = tl.where(finite[None, :], x, 0.0) * ((254 << 23) - exponent).to(tl.float32, bitcast=True)[None, :]
-        if R.encoding != "bfloat16":
-            high = x.to(tl.float16)
-            if PAIRS:
-                rest = ((x - high.to(tl.float32)) * 2048.0).to(tl.float16)
-                high = tl.where((column % 2 == 0)[None, :], high, rest)
-        elif FULL:
-            high = tl.where((column % 2 == 0)[None, :], x, 0.0) if PAIRS else x
-        else:
-            high = x.to(tl.bfloat16)
-            if PAIRS:
-                rest = ((x - high.to(tl.float32)) * 256.0).to(tl.bfloat16)
-                high = tl.where((column % 2 == 0)[None, :], high, rest)
-        low = high
-    scale = tl.where(finite, scale, float("nan"))
-    if PAIRS:
-        scale, _ = tl.split(tl.reshape(scale, [ROWS, 2]))
-    return high, low, scale, total
-
-
-@triton.jit
-def _split_int8(x, is_high):
-    """x in [-127, 127] as two int8: x = high + low / 254."""
-    high = (x + MAGIC) - MAGIC
-    rest = (((x - high) * 254.0) + MAGIC) - MAGIC
-    return tl.where(is_high, high, rest).to(tl.int8)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvhal.kernels.triton.codec import int4_scale, int4_zero, load_float
+from kvhal.kernels.triton.codec import int4_scale, int4_zero
 from kvhal.kernels.triton.convert import (
     float_operand,
     half_of_infinity,
@@ -21,14 +21,14 @@ from kvhal.kernels.triton.convert import (
     settled,
 )
 from kvhal.kernels.triton.load import blocks_of, load_keys, load_values, load_words, place
+from kvhal.kernels.triton.query import query_rows
+from kvhal.kernels.triton.schedule import whole_tiles
 
-__all__ = ["many_rows", "query_rows"]
+__all__ = ["many_rows"]
 
 LOWEST = tl.constexpr(-3.0e38)
 SMALLEST = tl.constexpr(2.0**-126)
 LOG2E = tl.constexpr(1.4426950408889634)
-INFINITY = tl.constexpr(0x7F800000)
-MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -83,15 +83,9 @@ def many_rows(
         total2 = tl.zeros([1], tl.float32)
         zeros = tl.zeros([1], tl.float32)
     last = position + count - 1
-    first = begin * 0
     # Tiles that every query sees whole come first; then those at the end, and where the window starts: smaller ones
     # where V may hold NaN, which takes registers.
-    inner = begin
-    if P.window > 0:
-        first = tl.maximum(position - P.window + 1, 0)
-        inner = tl.maximum(begin, (tl.maximum(last - P.window + 1, 0) + KEYS - 1) // KEYS)
-    inner = tl.minimum(inner, end)
-    outer = tl.maximum(tl.minimum((position + 1) // KEYS, end), inner)
+    first, inner, outer = whole_tiles(position, last, begin, end, KEYS, P.window)
     blocks = blocks_of(inner, table, first, last, num_blocks, P.block_size, KEYS)
     for i in range(inner, outer):
         coming = blocks_of(i + 1, table, first, last, num_blocks, P.block_size, KEYS)
@@ -118,58 +112,6 @@ def many_rows(
         total = total - zeros[:, None]
         total2 = tl.trans((total2 - zeros[:, None]) * share[:, None])
     return tl.trans(total * share[:, None]), total2, top + tl.log2(weight)
-
-
-@triton.jit
-def query_rows(
-    query,
-    count,
-    q_token,
-    q_head,
-    R: tl.constexpr,
-    GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    FULL: tl.constexpr,
-):
-    """The query as an operand [ROWS, block] (for int4 two halves), its scale [ROWS], its sum as the operand [ROWS].
-
-    Scaled by a power of two, so that |q| < 2 and nothing but the rounding to the operand's type is lost. A row with NaN
-    or infinity gets scale NaN.
-    """
-    row = tl.arange(0, ROWS)
-    channel = tl.arange(0, R.block)
-    valid = ((row < GROUP * TOKENS) & (row // GROUP < count))[:, None] & (channel < R.width)[None, :]
-    pointers = query + ((row // GROUP).to(tl.int64) * q_token + (row % GROUP).to(tl.int64) * q_head)[:, None]
-    pointers = pointers + channel[None, :]
-    x = load_float(pointers, valid)
-    bits = tl.max(x.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1)
-    y = x
-    if R.encoding == "int4":
-        y = load_float(pointers + R.width, valid)
-        bits = tl.maximum(bits, tl.max(y.to(tl.int32, bitcast=True) & MAGNITUDE, axis=1))
-    finite = bits < INFINITY
-    exponent = tl.minimum(tl.maximum(bits & INFINITY, 1 << 23), 253 << 23)
-    down = ((254 << 23) - exponent).to(tl.float32, bitcast=True)[:, None]
-    first = _operand(tl.where(finite[:, None], x, 0.0) * down, R, FULL)
-    second = first
-    total = tl.zeros([1], tl.float32)
-    if R.encoding == "int4":
-        second = _operand(tl.where(finite[:, None], y, 0.0) * down, R, FULL)
-        total = tl.sum(first.to(tl.float32), axis=1) + tl.sum(second.to(tl.float32), axis=1)
-    return first, second, tl.where(finite, exponent.to(tl.float32, bitcast=True), float("nan")), total
-
-
-@triton.jit
-def _operand(x, R: tl.constexpr, FULL: tl.constexpr):
-    """fp32 in the type that codes of `R` are multiplied in."""
-    if R.encoding != "bfloat16":
-        value = x.to(tl.float16)
-    elif FULL:
-        value = x
-    else:
-        value = x.to(tl.bfloat16)
-    return value
 
 
 @triton.jit

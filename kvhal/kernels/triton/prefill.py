@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kvhal.kernels.triton.attend import finish, write_row
 from kvhal.kernels.triton.convert import half_of_infinity
-from kvhal.kernels.triton.many_rows import query_rows
+from kvhal.kernels.triton.query import query_rows
 from kvhal.kernels.triton.schedule import staged_tiles
 
 __all__ = ["prefill_kernel"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["item_tiles", "schedule_kernel", "sequences_kernel", "staged_tiles"]
+__all__ = ["item_tiles", "schedule_kernel", "sequences_kernel", "staged_tiles", "whole_tiles"]
 
 LANES = tl.constexpr(32)
 
@@ -27,6 +27,21 @@ def item_tiles(first, queries, length, TOKENS: tl.constexpr, KEYS: tl.constexpr,
     if WINDOW > 0:
         begin = tl.maximum(position - WINDOW + 1, 0) // KEYS
     return begin, (last + KEYS - 1) // KEYS
+
+
+@triton.jit
+def whole_tiles(position, last, begin, end, KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """(first key that any of the queries at `position` to `last` sees, first tile and end of those that all see whole).
+
+    Both are kept between tiles `begin` and `end`.
+    """
+    first = begin * 0
+    inner = begin
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0)
+        inner = tl.maximum(begin, (tl.maximum(last - WINDOW + 1, 0) + KEYS - 1) // KEYS)
+    inner = tl.minimum(inner, end)
+    return first, inner, tl.maximum(tl.minimum((position + 1) // KEYS, end), inner)
 
 
 @triton.jit
