@@ -85,7 +85,7 @@ def test_the_page_has_everything_a_decision_rests_on(capsys: pytest.CaptureFixtu
     assert facts["reason"].startswith("it needs an opt-in (kvhal_rocm/capabilities.yaml:")
     assert "experimental: There is isa evidence and no more; `kvhal verify" in facts["reason"]
     assert "gfx942 converts and multiplies only the FNUZ format (e4m3fnuz) in hardware." in facts["reason"]
-    assert facts["reason"].endswith("Triton's own cast takes 7186.)")
+    assert facts["reason"].endswith("Triton's own cast took 7186.)")
     assert facts["evidence"].startswith("isa, shipped ")
     assert "(kvhal_rocm/evidence/isa-gfx942.json)" in facts["evidence"]
     assert facts["what to do"].startswith("opt in with policy.experimental: allow, or prove it with `kvhal verify")
