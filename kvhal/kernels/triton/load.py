@@ -22,7 +22,7 @@ def blocks_of(i, table, first, last, num_blocks, BLOCK_SIZE: tl.constexpr, KEYS:
     if BLOCK_SIZE % 16 == 0:
         blocks = ()
         for n in tl.static_range(KEYS // 16):
-            blocks = blocks + (_block(i * (KEYS // 16) + n, table, first, last, num_blocks, BLOCK_SIZE, 16),)  # noqa: RUF005  # Triton's
+            blocks = blocks + (_block(i * (KEYS // 16) + n, table, first, last, num_blocks, BLOCK_SIZE, 16),)  # noqa: RUF005  # Triton unpacks none
     else:
         blocks = (_block(i * KEYS + tl.arange(0, KEYS), table, first, last, num_blocks, BLOCK_SIZE, 1),)
     return blocks
