@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,9 @@ from kvhal.kernels.triton.tuning import DEFAULT
 from kvhal.kernels.triton.workspace import AttendCut, AttendWorkspace, triton_workspace_bytes
 
 G: Any = SimpleNamespace()
+
+
+TENSORS = (torch.zeros(4, 2, 32), torch.zeros(64, dtype=torch.uint8))
 
 
 class Owner:
@@ -47,8 +52,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 def test_a_bound_call_is_the_launchers_own_argument_list(launches: Launches) -> None:
     calls: list[tuple[Any, ...]] = []
-    launches.keep("key", Owner(), [(compiled(calls), (5, 6), (1, 2.5, "constant"))])
-    found = launches.find("key")
+    launches.keep("key", TENSORS, Owner(), [(compiled(calls), (5, 6), (1, 2.5, "constant"))])
+    found = launches.find("key", TENSORS)
     assert found is not None
     found[0](99, 1000, None, 2000)
     grid, stream, function = (5, 6, 1), 99, 77
@@ -60,36 +65,36 @@ def test_a_bound_call_is_the_launchers_own_argument_list(launches: Launches) -> 
 
 
 def test_nothing_is_found_that_was_not_kept(launches: Launches) -> None:
-    assert launches.find("key") is None
-    launches.keep("key", Owner(), [(compiled([]), (1,), ())])
-    assert launches.find("other") is None
+    assert launches.find("key", TENSORS) is None
+    launches.keep("key", TENSORS, Owner(), [(compiled([]), (1,), ())])
+    assert launches.find("other", TENSORS) is None
     launches.reset(direct=True)
-    assert launches.find("key") is None
+    assert launches.find("key", TENSORS) is None
 
 
 def test_kernels_that_need_scratch_are_not_bound(launches: Launches) -> None:
-    launches.keep("key", Owner(), [(compiled([]), (1,), ()), (compiled([], scratch=64), (1,), ())])
-    assert launches.find("key") is None
+    launches.keep("key", TENSORS, Owner(), [(compiled([]), (1,), ()), (compiled([], scratch=64), (1,), ())])
+    assert launches.find("key", TENSORS) is None
 
 
 def test_a_profiler_sees_every_launch(launches: Launches) -> None:
-    launches.keep("key", Owner(), [(compiled([]), (1,), ())])
+    launches.keep("key", TENSORS, Owner(), [(compiled([]), (1,), ())])
     triton.knobs.runtime.launch_enter_hook.calls.append(print)
-    assert launches.find("key") is None
+    assert launches.find("key", TENSORS) is None
     triton.knobs.runtime.launch_enter_hook.calls.clear()
-    assert launches.find("key") is not None
+    assert launches.find("key", TENSORS) is not None
 
 
 def test_other_versions_of_triton_go_the_long_way(launches: Launches) -> None:
     launches.enabled = False
-    launches.keep("key", Owner(), [(object(), (1,), ())])
-    assert launches.find("key") is None
+    launches.keep("key", TENSORS, Owner(), [(object(), (1,), ())])
+    assert launches.find("key", TENSORS) is None
 
 
 def test_an_owner_lives_as_long_as_its_entry(launches: Launches) -> None:
     owner = Owner()
     alive = weakref.ref(owner)
-    launches.keep("key", owner, [(compiled([]), (1,), ())])
+    launches.keep("key", TENSORS, owner, [(compiled([]), (1,), ())])
     del owner
     assert alive() is not None
     launches.reset(direct=True)
@@ -99,30 +104,88 @@ def test_an_owner_lives_as_long_as_its_entry(launches: Launches) -> None:
 def test_the_table_does_not_grow_without_bound(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "MOST_KEYS", 3)
     for key in range(10):
-        launches.keep(key, Owner(), [(compiled([]), (1,), ())])
-        assert launches.find(key) is not None
+        launches.keep(key, TENSORS, Owner(), [(compiled([]), (1,), ())])
+        assert launches.find(key, TENSORS) is not None
         assert len(launches._known) <= 3
 
 
 def test_direct_calls_are_asked_for_and_need_a_tested_triton(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launches.keep("key", Owner(), [(compiled([]), (1,), ())])
+    launches.keep("key", TENSORS, Owner(), [(compiled([]), (1,), ())])
     for direct, version, kept in ((True, "3.6.0", True), (True, "3.7.1", False), (False, "3.6.0", False)):
         monkeypatch.setattr(triton, "__version__", version)
         launches.reset(direct=direct)
-        assert launches.find("key") is None
-        launches.keep("key", Owner(), [(compiled([]), (1,), ())])
-        assert (launches.find("key") is not None) is kept
+        assert launches.find("key", TENSORS) is None
+        launches.keep("key", TENSORS, Owner(), [(compiled([]), (1,), ())])
+        assert (launches.find("key", TENSORS) is not None) is kept
+
+
+def test_calls_of_one_key_are_told_apart_by_their_tensors(launches: Launches) -> None:
+    """As many as are kept, the latest first; an earlier one is forgotten, never mistaken."""
+    made = [tuple(x[: n + 1] for x in TENSORS) for n in range(4)]
+    made += [tuple(x.repeat_interleave(n, dim=-1)[..., ::n] for x in TENSORS) for n in range(2, 8)]
+    calls: list[list[tuple[Any, ...]]] = [[] for _ in made]
+    for tensors, seen in zip(made, calls, strict=True):
+        launches.keep("key", tensors, Owner(), [(compiled(seen), (1,), ())])
+    for index, tensors in enumerate(made):
+        found = launches.find("key", tensors)
+        assert (found is None) is (index < len(made) - launcher.MOST_ALIKE)
+        if found is not None:
+            found[0](0)
+            assert [len(seen) for seen in calls] == [int(i == index) for i in range(len(made))]
+            calls[index].clear()
+
+
+@pytest.fixture(params=["torch", "ours"])
+def guard_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], launcher.Guard]:
+    """A guard as torch compares, and as we do where torch does not offer it."""
+    if request.param == "ours":
+        monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", None)
+
+    def made(tensors: Sequence[torch.Tensor]) -> launcher.Guard:
+        found = launcher.guard_of(tensors)
+        assert isinstance(found, launcher._Described) is (request.param == "ours")
+        return found
+
+    return made
+
+
+def test_a_guard_passes_what_is_the_same_and_nothing_else(guard_of: Callable[[Any], launcher.Guard]) -> None:
+    one = torch.zeros(4, 2, 32)
+    guard = guard_of((one, TENSORS[1]))
+    assert guard.check(one, TENSORS[1])
+    assert guard.check(torch.ones(4, 2, 32), torch.ones(64, dtype=torch.uint8))
+    assert guard.check(torch.ones(5, 2, 32)[1:], TENSORS[1])
+    others = {
+        "shape": torch.zeros(5, 2, 32),
+        "dimensions": torch.zeros(4, 64),
+        "strides": torch.zeros(4, 32, 2).mT,
+        "strides of one row": torch.zeros(4, 2, 64)[..., ::2],
+        "dtype": torch.zeros(4, 2, 32, dtype=torch.bfloat16),
+        "dtype of the same size": torch.zeros(4, 2, 32, dtype=torch.int32),
+        "device": torch.zeros(4, 2, 32, device="meta"),
+    }
+    for what, other in others.items():
+        assert not guard.check(other, TENSORS[1]), what
+    assert not guard.check(TENSORS[1], one)
+
+
+def test_a_tensor_given_twice_is_no_difference() -> None:
+    one = torch.zeros(4, 2, 32)
+    guard = launcher.guard_of((one, one))
+    assert guard.check(one, one)
+    assert guard.check(one, torch.zeros(4, 2, 32))
+    assert not guard.check(one, torch.zeros(4, 2, 33))
 
 
 @pytest.mark.parametrize("operator", ["store", "prepare", "attend"])
-def test_a_key_holds_the_strides_of_every_tensor(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tensor_of_a_call_is_compared(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A strided tensor of the shape of an earlier call must not be launched as that call."""
-    asked: list[Any] = []
+    asked: list[tuple[torch.Tensor, ...]] = []
 
-    def again(key: Any, *_: Any) -> None:
-        asked.append(key)
+    def again(_key: Any, tensors: tuple[torch.Tensor, ...], _pointers: Any) -> None:
+        asked.append(tensors)
         raise LookupError
 
     monkeypatch.setattr(launch, "_again", again)
@@ -140,32 +203,20 @@ def test_a_key_holds_the_strides_of_every_tensor(operator: str, monkeypatch: pyt
         "sinks": torch.zeros(2),
         "lse": torch.zeros(4, 2),
     }
-
-    def key_of(tensors: dict[str, torch.Tensor]) -> Any:
-        t = tensors
-        batch = (t["block_table"], t["seq_lens"], t["query_starts"])
-        with pytest.raises(LookupError):
-            if operator == "store":
-                launch.store(t["cache"], t["k"], t["v"], t["slots"], G, checked=False)
-            elif operator == "prepare":
-                launch.prepare(t["cache"], 2, torch.float32, 4, *batch, t["workspace"], G, checked=False)
-            else:
-                launch.attend(
-                    t["cache"], t["q"], *batch, t["sinks"], t["workspace"], t["out"], t["lse"], G, scale=1.0,
-                    softcap=0.0, checked=False,
-                )  # fmt: skip
-        return asked[-1]
-
-    usual, taken = key_of(given), {"store": ("cache", "k", "v", "slots")}.get(operator, tuple(given))
-    if operator == "prepare":
-        taken = ("cache", "block_table", "seq_lens", "query_starts", "workspace")
-    for name in taken:
-        if operator == "attend" and name in ("k", "v", "slots"):
-            continue
-        strided = given[name].repeat_interleave(2, dim=-1)[..., ::2]
-        assert strided.shape == given[name].shape
-        assert key_of(given | {name: strided}) != usual, name
-    assert key_of(given) == usual
+    batch = given["block_table"], given["seq_lens"], given["query_starts"]
+    taken = {"store": ("cache", "k", "v", "slots"), "prepare": ("cache", "block_table", "seq_lens", "query_starts",
+             "workspace")}.get(operator, tuple(name for name in given if name not in ("k", "v", "slots")))  # fmt: skip
+    with pytest.raises(LookupError):
+        if operator == "store":
+            launch.store(given["cache"], given["k"], given["v"], given["slots"], G, checked=False)
+        elif operator == "prepare":
+            launch.prepare(given["cache"], 2, torch.float32, 4, *batch, given["workspace"], G, checked=False)
+        else:
+            launch.attend(
+                given["cache"], given["q"], *batch, given["sinks"], given["workspace"], given["out"], given["lse"], G,
+                scale=1.0, softcap=0.0, checked=False,
+            )  # fmt: skip
+    assert {id(x) for x in asked[-1]} == {id(given[name]) for name in taken}
 
 
 @pytest.mark.parametrize(("dim", "is_staged"), [(64, True), (128, True), (136, False), (256, False)])

@@ -7,8 +7,9 @@ can be captured into a graph. The tensors of a call and the current stream decid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import gcd
+from operator import or_
 from typing import Any
 
 import torch
@@ -90,13 +91,9 @@ def tuning_of(device: torch.device) -> Tuning:
 
 def store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, g: LayerGeometry, *, checked: bool) -> None:
     """`reference.store` on a GPU, bit for bit."""
-    key = (
-        id(g), cache.shape, cache.stride(), cache.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
-        slots.shape, slots.stride(), slots.dtype,
-        cache.get_device(), k.get_device(), v.get_device(), slots.get_device(),
-    )  # fmt: skip
+    key, tensors = ("store", id(g), k.shape), (cache, k, v, slots)
     pointers = (cache.data_ptr(), k.data_ptr(), v.data_ptr(), slots.data_ptr())
-    known = None if checked else _again(key, pointers, cache)
+    known = None if checked else _again(key, tensors, pointers)
     if known is not None:
         known[0](_stream(cache), *pointers)
         return
@@ -118,7 +115,7 @@ def store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, g: LayerGeometry, 
     )  # fmt: skip
     with _on(cache):
         compiled = store_kernel[grid](cache, k, v, slots, *values, **store_options(g, tokens, tuning))
-    _keep(key, pointers, g, [(compiled, grid, values)])
+    _keep(key, tensors, pointers, g, [(compiled, grid, values)])
 
 
 def gather(cache: Tensor, slots: Tensor, k_out: Tensor, v_out: Tensor, g: LayerGeometry, *, checked: bool) -> None:
@@ -186,17 +183,12 @@ def prepare(
     Holds for attends of as many tokens and query heads, of the same dtype, over these arrays and layers of one group.
     Checked: AddressError for what `reference` refuses. Not checked: faults are counted, and those sequences give NaN.
     """
-    key = (
-        id(g), q_heads, dtype, num_tokens, checked, cache.shape, cache.stride(), cache.dtype,
-        block_table.shape, block_table.stride(), block_table.dtype, seq_lens.shape, seq_lens.stride(), seq_lens.dtype,
-        query_starts.shape, query_starts.stride(), query_starts.dtype, workspace.shape, workspace.stride(),
-        cache.get_device(), block_table.get_device(), seq_lens.get_device(), query_starts.get_device(),
-        workspace.get_device(),
-    )  # fmt: skip
+    key = "prepare", id(g), q_heads, dtype, num_tokens
+    tensors = cache, block_table, seq_lens, query_starts, workspace
     pointers = (
         cache.data_ptr(), block_table.data_ptr(), seq_lens.data_ptr(), query_starts.data_ptr(), workspace.data_ptr()
     )  # fmt: skip
-    known = None if checked else _again(key, pointers, cache)
+    known = None if checked else _again(key, tensors, pointers)
     if known is not None:
         stream = _stream(cache)
         known[0](stream, *pointers)
@@ -227,7 +219,7 @@ def prepare(
     if checked:
         _refuse_faults(workspace, work, block_table, seq_lens, query_starts, num_tokens, g)
     else:
-        _keep(key, pointers, g, [(first, grids[0], look), (second, grids[1], cut_up)])
+        _keep(key, tensors, pointers, g, [(first, grids[0], look), (second, grids[1], cut_up)])
 
 
 def attend(
@@ -248,22 +240,16 @@ def attend(
     prepared: bool = False,
 ) -> None:
     """`attention.attend` on a GPU, to its bound. prepared: `prepare` has been called for this step."""
-    key = (
-        id(g), scale, softcap, cache.shape, cache.stride(), cache.dtype, q.shape, q.stride(), q.dtype,
-        block_table.shape, block_table.stride(), block_table.dtype, seq_lens.shape, seq_lens.stride(), seq_lens.dtype,
-        query_starts.shape, query_starts.stride(), query_starts.dtype, workspace.shape, workspace.stride(),
-        out.shape, out.stride(), out.dtype,
-        None if sinks is None else (sinks.shape, sinks.stride(), sinks.dtype, sinks.get_device()),
-        None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.get_device()),
-        cache.get_device(), q.get_device(), block_table.get_device(), seq_lens.get_device(),
-        query_starts.get_device(), workspace.get_device(), out.get_device(),
-    )  # fmt: skip
+    key = "attend", id(g), scale, softcap, q.shape, sinks is None, lse is None
+    tensors: tuple[Tensor, ...] = (cache, q, block_table, seq_lens, query_starts, workspace, out)
+    if sinks is not None or lse is not None:
+        tensors += tuple(x for x in (sinks, lse) if x is not None)
     heads = q.shape[1] if q.dim() == 3 else 0
     pointers = (
         cache.data_ptr(), q.data_ptr(), block_table.data_ptr(), workspace.data_ptr(),
-        None if sinks is None else sinks.data_ptr(), out.data_ptr(), None if lse is None else lse.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
     )  # fmt: skip
-    known = _again(key, pointers, cache)
+    known = _again(key, tensors, pointers)
     if known is None:
         check_attend(cache, q, block_table, seq_lens, query_starts, sinks, out, lse, g)
     tokens, num_seqs = q.shape[0], seq_lens.shape[0]
@@ -316,7 +302,7 @@ def attend(
             staged = _staged(cache, q, block_table, workspace, sinks, out, lse, g, staging, work, call, tuning)
         first = attend_kernel[grids[0]](cache, q, block_table, workspace, sinks, out, lse, *read, **tile_options(cut))
         second = reduce_kernel[grids[1]](workspace, sinks, out, lse, *join, **options)
-    _keep(key, pointers, g, [(first, grids[0], read), (second, grids[1], join), *staged])
+    _keep(key, tensors, pointers, g, [(first, grids[0], read), (second, grids[1], join), *staged])
 
 
 def _staged(
@@ -373,30 +359,28 @@ def _refuse_faults(
     sequences_of(g, block_table.cpu(), seq_lens.cpu(), query_starts.cpu(), num_tokens, checked=True)
 
 
-def _again(key: tuple[Any, ...], pointers: Sequence[int | None], cache: Tensor) -> tuple[Bound, ...] | None:
-    """The kernels that ran for this key before, where calling them again is the same."""
-    known = _LAUNCHES.find(key)
-    if known is None or not _are_aligned(pointers) or torch.cuda.current_device() != cache.get_device():
+def _again(key: tuple[Any, ...], tensors: tuple[Tensor, ...], pointers: Sequence[int]) -> tuple[Bound, ...] | None:
+    """The kernels that ran for this key and tensors like these, where calling them again is the same."""
+    known = _LAUNCHES.find(key, tensors)
+    if known is None or not _are_aligned(pointers) or torch.cuda.current_device() != tensors[0].get_device():
         return None
     return known
 
 
 def _keep(
     key: tuple[Any, ...],
-    pointers: Sequence[int | None],
+    tensors: tuple[Tensor, ...],
+    pointers: Sequence[int],
     g: LayerGeometry,
     launched: Sequence[Launched],
 ) -> None:
     """Keep what was launched, with `g`, so that its id names no other geometry."""
     if _are_aligned(pointers):
-        _LAUNCHES.keep(key, g, launched)
+        _LAUNCHES.keep(key, tensors, g, launched)
 
 
-def _are_aligned(pointers: Sequence[int | None]) -> bool:
-    together = 0
-    for pointer in pointers:
-        together |= pointer or 0
-    return together % ALIGNED == 0
+def _are_aligned(pointers: Sequence[int]) -> bool:
+    return reduce(or_, pointers) % ALIGNED == 0
 
 
 def _stream(cache: Tensor) -> int:
