@@ -7,7 +7,7 @@ matrix instructions, and the few columns are the rows of the result, so a progra
 never touch K or V: those of K multiply the scores, those of V the weights, normalised so that they fit fp16.
 
 What the weights are relative to (a score `top` a row, a scale `largest`) rises only when a tile exceeds it by more than
-MOST and MOST_SCALE, so that most tiles rescale nothing; sums over keys are left to the end, but for what each thread
+8 and MOST_SCALE, so that most tiles rescale nothing; sums over keys are left to the end, but for what each thread
 adds up by itself. Both are powers of two, so that when they rise, which other rows have a say in, changes no rounding.
 
 What a query does not see is selected out. A row with row words that holds NaN has a NaN word and clean codes, so
@@ -32,7 +32,7 @@ from kvhal.kernels.triton.convert import (
     settled,
 )
 from kvhal.kernels.triton.load import blocks_of, load_keys, load_values, load_words, place
-from kvhal.kernels.triton.query import query_columns
+from kvhal.kernels.triton.query import REST, query_columns, rest_factor
 from kvhal.kernels.triton.schedule import whole_tiles
 
 __all__ = ["few_rows"]
@@ -41,8 +41,8 @@ LOWEST = tl.constexpr(-3.0e38)
 SMALLEST = tl.constexpr(2.0**-126)
 LOG2E = tl.constexpr(1.4426950408889634)
 INFINITY = tl.constexpr(0x7F800000)
-# A weight stays below 2^MOST * 2 * MOST_SCALE = 2^13.
-MOST = tl.constexpr(8.0)
+# A weight stays below 2^8 * 2 * MOST_SCALE = 2^13. MOST_BITS are those of 8.0.
+MOST_BITS = tl.constexpr(0x41000000)
 MOST_SCALE = tl.constexpr(16.0)
 
 
@@ -94,7 +94,7 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
     first, inner, outer = whole_tiles(position, last, begin, end, KEYS, P.window)
     # Asked for first: the loop waits for them, and they for nothing that the query is made of.
     blocks = blocks_of(begin if SINGLE else inner, table, first, last, num_blocks, P.block_size, KEYS)
-    q_high, q_low, q_scale, q_sum = query_columns(
+    q_first, q_second, q_first_rest, q_second_rest, q_scale, q_sum = query_columns(
         query, count, q_token, q_head, K, GROUP, TOKENS, ROWS, COLUMNS, PAIRS, INTEGER, FULL
     )
     row = tl.arange(0, ROWS)
@@ -120,7 +120,7 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
         for i in range(begin, end):
             coming = blocks_of(i + 1, table, first, last, num_blocks, P.block_size, KEYS)
             top, weight, largest, inverse, total, total2, zeros = _tile(
-                i, (i >= inner) & (i < outer), blocks, pages, h, q_high, q_low, q_scale, q_sum, at, first, last,
+                i, (i >= inner) & (i < outer), blocks, pages, h, q_first, q_second, q_first_rest, q_second_rest, q_scale, q_sum, at, first, last,
                 block_stride, softcap, top, weight, largest, inverse, total, total2, zeros,
                 P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
                 INTEGER, False,
@@ -130,7 +130,7 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
         for i in range(inner, outer):
             coming = blocks_of(i + 1, table, first, last, num_blocks, P.block_size, KEYS)
             top, weight, largest, inverse, total, total2, zeros = _tile(
-                i, True, blocks, pages, h, q_high, q_low, q_scale, q_sum, at, first, last, block_stride,
+                i, True, blocks, pages, h, q_first, q_second, q_first_rest, q_second_rest, q_scale, q_sum, at, first, last, block_stride,
                 softcap, top, weight, largest, inverse, total, total2, zeros,
                 P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
                 INTEGER, True,
@@ -140,7 +140,7 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
             i = tl.where(j < inner, j, j + (outer - inner))
             these = blocks_of(i, table, first, last, num_blocks, P.block_size, KEYS)
             top, weight, largest, inverse, total, total2, zeros = _tile(
-                i, False, these, pages, h, q_high, q_low, q_scale, q_sum, at, first, last, block_stride,
+                i, False, these, pages, h, q_first, q_second, q_first_rest, q_second_rest, q_scale, q_sum, at, first, last, block_stride,
                 softcap, top, weight, largest, inverse, total, total2, zeros,
                 P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
                 INTEGER, False,
@@ -167,8 +167,10 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     blocks,
     pages,
     h,
-    q_high,
-    q_low,
+    q_first,
+    q_second,
+    q_first_rest,
+    q_second_rest,
     q_scale,
     q_sum,
     at,
@@ -205,6 +207,7 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     BLOCK_SIZE: tl.constexpr = P.block_size
     UNIT: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else 1
     UNITS: tl.constexpr = KEYS // UNIT
+    TWICE: tl.constexpr = PAIRS and COLUMNS == ROWS
     page, inside = place(i, blocks, block_stride, BLOCK_SIZE, KEYS)
     k = load_keys(pages, page, inside, h, K, UNIT, UNITS, KEYS)
     v = load_values(pages, page, inside, h, V, UNIT, UNITS, KEYS)
@@ -215,23 +218,28 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
 
     if INTEGER:
         if P.k.encoding == "int4":
-            product = tl.dot(int4_nibbles(k, False, CONVERSION), q_high, out_dtype=tl.int32)
-            product = tl.dot(int4_nibbles(k, True, CONVERSION), q_low, product, out_dtype=tl.int32)
+            lower, upper = int4_nibbles(k, False, CONVERSION), int4_nibbles(k, True, CONVERSION)
+            product = tl.dot(lower, q_first, out_dtype=tl.int32)
+            product = tl.dot(upper, q_second, product, out_dtype=tl.int32)
+            if TWICE:
+                product = tl.dot(lower, q_first_rest, product * REST, out_dtype=tl.int32)
+                product = tl.dot(upper, q_second_rest, product, out_dtype=tl.int32)
         else:
-            product = tl.dot(k.to(tl.int8, bitcast=True), q_high, out_dtype=tl.int32)
+            product = tl.dot(k.to(tl.int8, bitcast=True), q_first, out_dtype=tl.int32)
+            if TWICE:
+                product = tl.dot(k.to(tl.int8, bitcast=True), q_first_rest, product * REST, out_dtype=tl.int32)
         product = product.to(tl.float32)
     else:
-        product = tl.dot(float_operand(k, K, HARDWARE_K, FULL, False), q_high, input_precision="ieee")
-    if PAIRS:
-        high, low = tl.split(tl.reshape(product, [KEYS, ROWS, 2]))
-        if INTEGER:
-            score = high + low * (1.0 / 254.0)
-        elif P.k.encoding == "bfloat16":
-            score = high + low * (1.0 / 256.0)
+        keys = float_operand(k, K, HARDWARE_K, FULL, False)
+        if TWICE:
+            product = tl.dot(keys, q_first_rest, input_precision="ieee") * (1.0 / rest_factor(K))
+            product = tl.dot(keys, q_first, product, input_precision="ieee")
         else:
-            score = high + low * (1.0 / 2048.0)
-    else:
-        score = product
+            product = tl.dot(keys, q_first, input_precision="ieee")
+    score = product
+    if COLUMNS > ROWS:
+        high, low = tl.split(tl.reshape(product, [KEYS, ROWS, 2]))
+        score = high + low * (1.0 / rest_factor(K))
     if P.k.encoding == "int4":
         score = score - int4_zero(k_word)[:, None] * q_sum[None, :]
         score = score * int4_scale(k_word)[:, None]
@@ -258,11 +266,13 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
             if P.v.encoding == "int4":
                 zero = tl.where(seen & (zero == zero), zero, 0.0)
     # Before the branch, which waits for all threads: most tiles are weighed by what is known.
+    # As integers, which a warp compares in one instruction: the order of floats from zero up, NaN above all.
     p = tl.exp2(power)
-    excess = tl.max(power, axis=1)
+    is_more = tl.max(power.to(tl.int32, bitcast=True)) > MOST_BITS
     if P.v.scaling == "row":
-        excess = tl.maximum(excess, scale * inverse * (MOST / MOST_SCALE))
-    if tl.max(excess, axis=0) > MOST:
+        most = (largest * MOST_SCALE).to(tl.int32, bitcast=True)
+        is_more = is_more | (tl.max(scale.to(tl.int32, bitcast=True)) > most)
+    if is_more:
         score = score * unit
         if not is_whole:
             score = tl.where(_sees(key, at, first, last, P, TOKENS, KEYS, ROWS), score, float("-inf"))
@@ -301,7 +311,8 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     if PAD:
         wide = tl.reshape(tl.join(operand, tl.zeros_like(operand)), [KEYS, COLUMNS])
     if P.v.encoding == "int4":
-        zeros = _add(zeros, operand.to(tl.float32) * zero[:, None], KEYS, SUMS, ROWS)
+        # The weights before they are rounded: their rounding then costs no more than that of the codes' own product.
+        zeros = _add(zeros, p * zero[:, None], KEYS, SUMS, ROWS)
         values, values2 = nibble_operands(v, CONVERSION)
         if P.v.los == 1:
             values2 = tl.trans(settled(values2, V, CONVERSION))

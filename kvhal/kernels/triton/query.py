@@ -9,11 +9,13 @@ import triton.language as tl
 
 from kvhal.kernels.triton.codec import load_float
 
-__all__ = ["query_columns", "query_rows"]
+__all__ = ["REST", "query_columns", "query_rows", "rest_factor"]
 
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 MAGIC = tl.constexpr(12582912.0)
+# What rounding to an integer leaves, at most a half, times this fits int8.
+REST = tl.constexpr(254)
 
 
 @triton.jit
@@ -31,12 +33,15 @@ def query_columns(
     INTEGER: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """The query as an operand [block, COLUMNS] (for int4 two halves), its scale [ROWS], its sum in codes [ROWS].
+    """The query as operands [block, COLUMNS]: of channels (for int4 two halves), then what they leave; scale, sum.
 
-    PAIRS: columns 2 r and 2 r + 1 hold the high and the low part of row r. A row with NaN or infinity gets scale NaN.
+    PAIRS: a row has a high part and what is left of it. With two columns a row they stand side by side, else the third
+    and fourth operand hold what is left. Scale and sum in codes are [ROWS]; a row with NaN or infinity gets scale NaN.
     """
+    TWICE: tl.constexpr = PAIRS and COLUMNS == ROWS
     column = tl.arange(0, COLUMNS)
-    row = column // 2 if PAIRS else column
+    row = column // 2 if COLUMNS > ROWS else column
+    is_high = (column % 2 == 0)[None, :]
     channel = tl.arange(0, R.block)
     valid = ((row < GROUP * TOKENS) & (row // GROUP < count))[None, :] & (channel < R.width)[:, None]
     pointers = query + ((row // GROUP).to(tl.int64) * q_token + (row % GROUP).to(tl.int64) * q_head)[None, :]
@@ -51,45 +56,63 @@ def query_columns(
     total = tl.zeros([1], tl.float32)
     if INTEGER:
         scale = tl.maximum(bits.to(tl.float32, bitcast=True), 1e-30) * (1.0 / 127.0)
-        inv = tl.where(finite, 1.0 / scale, 0.0)
-        is_high = (column % 2 == 0)[None, :]
-        high = _split_int8(tl.where(finite[None, :], x, 0.0) * inv[None, :], is_high)
-        low = high
-        if R.encoding == "int4":
-            low = _split_int8(tl.where(finite[None, :], y, 0.0) * inv[None, :], is_high)
-            sums = tl.sum(high.to(tl.int32), axis=0) + tl.sum(low.to(tl.int32), axis=0)
-            a, c = tl.split(tl.reshape(sums.to(tl.float32), [ROWS, 2]))
-            total = a + c * (1.0 / 254.0)
+        factor = tl.where(finite, 1.0 / scale, 0.0)
     else:
         # By a power of two, so that nothing is lost: |x| < 2.
         exponent = tl.minimum(tl.maximum(bits & INFINITY, 1 << 23), 253 << 23)
         scale = exponent.to(tl.float32, bitcast=True)
-        x = tl.where(finite[None, :], x, 0.0) * ((254 << 23) - exponent).to(tl.float32, bitcast=True)[None, :]
-        if R.encoding != "bfloat16":
-            high = x.to(tl.float16)
-            if PAIRS:
-                rest = ((x - high.to(tl.float32)) * 2048.0).to(tl.float16)
-                high = tl.where((column % 2 == 0)[None, :], high, rest)
-        elif FULL:
-            high = tl.where((column % 2 == 0)[None, :], x, 0.0) if PAIRS else x
+        factor = ((254 << 23) - exponent).to(tl.float32, bitcast=True)
+    first, first_rest = _parts(tl.where(finite[None, :], x, 0.0) * factor[None, :], R, INTEGER, FULL)
+    second, second_rest = first, first_rest
+    if R.encoding == "int4":
+        second, second_rest = _parts(tl.where(finite[None, :], y, 0.0) * factor[None, :], R, INTEGER, FULL)
+    if PAIRS and not TWICE:
+        first = tl.where(is_high, first, first_rest)
+        second = tl.where(is_high, second, second_rest)
+    if R.encoding == "int4":
+        sums = tl.sum(first.to(tl.int32), axis=0) + tl.sum(second.to(tl.int32), axis=0)
+        if TWICE:
+            total = (sums * REST + tl.sum(first_rest.to(tl.int32), axis=0)).to(tl.float32)
+            total += tl.sum(second_rest.to(tl.int32), axis=0).to(tl.float32)
         else:
-            high = x.to(tl.bfloat16)
-            if PAIRS:
-                rest = ((x - high.to(tl.float32)) * 256.0).to(tl.bfloat16)
-                high = tl.where((column % 2 == 0)[None, :], high, rest)
-        low = high
+            a, c = tl.split(tl.reshape(sums.to(tl.float32), [ROWS, 2]))
+            total = a + c * (1.0 / REST)
+    if TWICE and INTEGER:
+        scale = scale * (1.0 / REST)
     scale = tl.where(finite, scale, float("nan"))
-    if PAIRS:
+    if COLUMNS > ROWS:
         scale, _ = tl.split(tl.reshape(scale, [ROWS, 2]))
-    return high, low, scale, total
+    return first, second, first_rest, second_rest, scale, total
 
 
 @triton.jit
-def _split_int8(x, is_high):
-    """x in [-127, 127] as two int8: x = high + low / 254."""
-    high = (x + MAGIC) - MAGIC
-    rest = (((x - high) * 254.0) + MAGIC) - MAGIC
-    return tl.where(is_high, high, rest).to(tl.int8)
+def _parts(x, R: tl.constexpr, INTEGER: tl.constexpr, FULL: tl.constexpr):
+    """x as an operand and what that leaves: x = first + rest / `rest_factor`. For integers |x| <= 127."""
+    if INTEGER:
+        high = (x + MAGIC) - MAGIC
+        first = high.to(tl.int8)
+        rest = ((((x - high) * REST) + MAGIC) - MAGIC).to(tl.int8)
+    elif R.encoding != "bfloat16":
+        first = x.to(tl.float16)
+        rest = ((x - first.to(tl.float32)) * 2048.0).to(tl.float16)
+    elif FULL:
+        first = x
+        rest = tl.zeros_like(x)
+    else:
+        first = x.to(tl.bfloat16)
+        rest = ((x - first.to(tl.float32)) * 256.0).to(tl.bfloat16)
+    return first, rest
+
+
+@triton.jit
+def rest_factor(R: tl.constexpr):
+    """By what the second part of a query was multiplied."""
+    factor = 2048.0
+    if R.encoding == "int8" or R.encoding == "int4":  # noqa: PLR1714  # Triton has no `in`
+        factor = 254.0
+    elif R.encoding == "bfloat16":
+        factor = 256.0
+    return factor
 
 
 @triton.jit

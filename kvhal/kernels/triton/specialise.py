@@ -37,8 +37,6 @@ STAGE_WARPS = 4
 # Longer rows need the registers.
 CAPPED_CHANNELS = 128
 SCHEDULE_CHUNK = 64
-# Rows of a matrix instruction: sums over as many a warp need nothing of other threads.
-ROWS_A_WARP = 16
 
 
 def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tuning, *, softcap: bool) -> dict[str, Any]:
@@ -51,7 +49,9 @@ def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tunin
         "PAIRS": cut.pairs,
         "MANY": cut.many,
         "KEYS": cut.keys,
-        "SUMS": min(cut.keys, ROWS_A_WARP * cut.num_warps),
+        # Of the 16 rows of a matrix instruction a thread of CUDA (8 columns) holds two, 8 apart: so many sums a warp need
+        # nothing of other threads. On AMD (16 columns) it holds rows side by side.
+        "SUMS": min(cut.keys, tuning.columns * cut.num_warps),
         "PROLOGUE": tuning.prologue,
         "SOFTCAP": softcap,
         "PAD": tuning.pad_weights and cut.columns > cut.rows,

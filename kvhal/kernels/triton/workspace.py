@@ -24,7 +24,7 @@ HEADER_BYTES = 64
 SCHEDULE_BYTES = 32
 SEQUENCE_BYTES = 32
 MAX_DECODE_QUERIES = 8
-PARTIAL_BYTES = 32 << 20
+PARTIAL_BYTES = 40 << 20
 # CUDA C++ Programming Guide, compute capability 8.0 to 12.0: each of a multiprocessor's four schedulers has registers
 # for its own warps, which take eight a thread at a time; a program takes 1 KiB of shared memory for itself.
 SCHEDULERS = 4
@@ -47,6 +47,7 @@ MANY_CHANNELS = 128
 MOST_REGISTERS = 255
 SMALL_HEAD = 64
 MOST_KEYS = 64
+SHORT_KEYS = 16
 DECODE_ROWS = 8
 
 
@@ -54,8 +55,8 @@ DECODE_ROWS = 8
 class AttendCut:
     """How one call is cut. rows: columns of the result an item has, a power of two; columns: of the score product.
 
-    many: computed by `many_rows`, else by `few_rows`. tokens: queries an item. pairs: two columns a row, the high and
-    the low part of the query. at_once: programs that run on a multiprocessor at once, 0 if nothing says how many.
+    many: computed by `many_rows`, else by `few_rows`. tokens: queries an item. pairs: queries are split in two parts,
+    which are two columns a row or, with as many columns as rows, two products. at_once: programs that run on a multiprocessor at once, 0 if nothing says how many.
     """
 
     prefill: bool
@@ -112,9 +113,11 @@ class AttendCut:
         rows = pow2(group * tokens)
         if many:
             pairs, rows = False, max(16, tile.rows, rows)
-        columns = max(tuning.columns, rows * (2 if pairs else 1))
-        rows = columns // 2 if pairs else columns
-        shape = _Shape(g, dim, rows, columns, prefill=prefill, many=many)
+        # Parts side by side fill the matrix instructions of few rows; of more rows they are two products.
+        beside = 2 if pairs and rows < tuning.columns else 1
+        columns = max(tuning.columns, rows * beside)
+        rows = columns // beside
+        shape = _Shape(g, dim, rows, columns, pairs=pairs, prefill=prefill, many=many)
         tile = shape.fitted(tile, tuning, is_own=own is not None)
         partial = 4 * rows * (g.v.head_dim + 1)
         slots = 2 * max(1, min(tuning.max_programs, PARTIAL_BYTES // (2 * partial)))
@@ -152,6 +155,7 @@ class _Shape:
     dim: int
     rows: int
     columns: int
+    pairs: bool
     prefill: bool
     many: bool
 
@@ -161,8 +165,10 @@ class _Shape:
         is_own: the tile was chosen for rows of V as they lie (inline pages), so no rule for them applies.
         """
         keys, warps = self._keys(tile.keys, tuning, is_own=is_own), tile.num_warps
+        if self._is_held_by_one(tile, tuning):
+            keys = min(keys, SHORT_KEYS)
         # A prefill tile says its warps itself, and so does one without a cap on registers.
-        if not (self.many and (self.prefill or not tile.maxnreg)):
+        elif not (self.many and (self.prefill or not tile.maxnreg)):
             warps = max(warps, self._warps(keys, tuning))
         registers = tile.maxnreg
         row_major = _is_row_major(self.g)
@@ -186,7 +192,9 @@ class _Shape:
         if not tile.maxnreg:
             return 0
         ahead = max(1, tile.num_stages - 1) * (_tile_bytes(self.g, tile.keys) + 8 * tile.keys)
-        query = self.columns * pow2(self.g.k.head_dim) * (1 if self.g.k.encoding.name in ("int8", "int4") else 2)
+        parts = 2 if self.pairs and self.columns == self.rows else 1
+        itemsize = 1 if self.g.k.encoding.name in ("int8", "int4") else 2
+        query = parts * self.columns * pow2(self.g.k.head_dim) * itemsize
         held = ahead + query + 2 * tile.keys * self.rows + RESERVED_BYTES
         warps = (tuning.shared_bytes + RESERVED_BYTES) // held * tile.num_warps
         # Warps that the schedulers cannot share evenly leave three of them waiting for the fourth.
@@ -208,14 +216,27 @@ class _Shape:
         is_small = max(DECODE_ROWS, self.rows) * pow2(self.dim) <= ROW_MAJOR_ACCUMULATED * tuning.warp_holds
         return min(keys, 32 if self.prefill or is_small else 16)
 
+    def _is_crowded(self) -> bool:
+        return self.rows > DECODE_ROWS and (_is_row_major(self.g) or is_careful(self.g)) and not self.many
+
+    def _is_held_by_one(self, tile: Tile, tuning: Tuning) -> bool:
+        """Whether one warp takes a result of twice the usual size: beside short tiles, which it need not share."""
+        accumulated = self.rows * pow2(self.dim) // tuning.warp_holds
+        return (
+            tile.num_warps == 1
+            and bool(tile.maxnreg)
+            and SMALL_HEAD < self.dim <= MANY_CHANNELS
+            and ACCUMULATED_A_WARP < accumulated <= 2 * ACCUMULATED_A_WARP
+            and not (self.many or self.prefill or self._is_crowded())
+        )
+
     def _warps(self, keys: int, tuning: Tuning) -> int:
         """Warps that hold the tile, the result and the scores."""
         g, keys = self.g, min(keys, 32)
         wide = max(pow2(of.head_dim) * of.codes.itemsize for of in (g.k, g.v))
-        crowded = self.rows > DECODE_ROWS and (_is_row_major(g) or is_careful(g)) and not self.many
         held = (
             wide * keys // TILE_BYTES_A_WARP,
-            self.rows * pow2(self.dim) // ACCUMULATED_A_WARP * (1 + crowded),
+            self.rows * pow2(self.dim) // ACCUMULATED_A_WARP * (1 + self._is_crowded()),
             keys * self.columns // SCORES_A_WARP,
         )
         return min(8, max(held) // tuning.warp_holds)
