@@ -23,6 +23,7 @@ G: Any = SimpleNamespace()
 
 
 TENSORS = (torch.zeros(4, 2, 32), torch.zeros(64, dtype=torch.uint8))
+POINTERS = (1 << 40, 0, 1 << 20)
 
 
 class Owner:
@@ -45,6 +46,9 @@ def compiled(calls: list[tuple[Any, ...]], scratch: int = 0) -> Any:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     hooks = SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=SimpleNamespace(calls=[])))
     monkeypatch.setattr(triton, "knobs", hooks, raising=False)
+    # Where CPU tensors are, and the stream there.
+    monkeypatch.setattr(launcher, "_current_device", lambda: -1)
+    monkeypatch.setattr(launcher, "_stream_of", lambda device: 99)
     found = Launches()
     found.enabled = True
     return found
@@ -52,49 +56,61 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
 def test_a_bound_call_is_the_launchers_own_argument_list(launches: Launches) -> None:
     calls: list[tuple[Any, ...]] = []
-    launches.keep("key", TENSORS, Owner(), [(compiled(calls), (5, 6), (1, 2.5, "constant"))])
-    found = launches.find("key", TENSORS)
+    launches.keep("key", TENSORS, POINTERS, Owner(), [(compiled(calls), (5, 6), (1, 2.5, "constant"))])
+    found = launches.find("key", TENSORS, POINTERS)
     assert found is not None
-    found[0](99, 1000, None, 2000)
+    found_stream, (call,) = found
+    call(found_stream, 1000, 0, 2000)
     grid, stream, function = (5, 6, 1), 99, 77
     cooperative, dependent, scratch, hooks = False, True, (None, None), (None, None, None)
     assert calls == [
-        (*grid, stream, function, cooperative, dependent, *scratch, (4, 1, 1024), *hooks, 1000, None, 2000, 1, 2.5,
+        (*grid, stream, function, cooperative, dependent, *scratch, (4, 1, 1024), *hooks, 1000, 0, 2000, 1, 2.5,
          "constant")
     ]  # fmt: skip
 
 
 def test_nothing_is_found_that_was_not_kept(launches: Launches) -> None:
-    assert launches.find("key", TENSORS) is None
-    launches.keep("key", TENSORS, Owner(), [(compiled([]), (1,), ())])
-    assert launches.find("other", TENSORS) is None
+    assert launches.find("key", TENSORS, POINTERS) is None
+    launches.keep("key", TENSORS, POINTERS, Owner(), [(compiled([]), (1,), ())])
+    assert launches.find("other", TENSORS, POINTERS) is None
     launches.reset(direct=True)
-    assert launches.find("key", TENSORS) is None
+    assert launches.find("key", TENSORS, POINTERS) is None
 
 
 def test_kernels_that_need_scratch_are_not_bound(launches: Launches) -> None:
-    launches.keep("key", TENSORS, Owner(), [(compiled([]), (1,), ()), (compiled([], scratch=64), (1,), ())])
-    assert launches.find("key", TENSORS) is None
+    launches.keep("key", TENSORS, POINTERS, Owner(), [(compiled([]), (1,), ()), (compiled([], scratch=64), (1,), ())])
+    assert launches.find("key", TENSORS, POINTERS) is None
+
+
+def test_another_device_or_address_goes_the_long_way(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches.keep("key", TENSORS, POINTERS, Owner(), [(compiled([]), (1,), ())])
+    for index in range(len(POINTERS)):
+        shifted = [at + 8 * (i == index) for i, at in enumerate(POINTERS)]
+        assert launches.find("key", TENSORS, shifted) is None
+    launches.keep("shifted", TENSORS, shifted, Owner(), [(compiled([]), (1,), ())])
+    assert launches.find("shifted", TENSORS, POINTERS) is None
+    monkeypatch.setattr(launcher, "_current_device", lambda: 1)
+    assert launches.find("key", TENSORS, POINTERS) is None
 
 
 def test_a_profiler_sees_every_launch(launches: Launches) -> None:
-    launches.keep("key", TENSORS, Owner(), [(compiled([]), (1,), ())])
+    launches.keep("key", TENSORS, POINTERS, Owner(), [(compiled([]), (1,), ())])
     triton.knobs.runtime.launch_enter_hook.calls.append(print)
-    assert launches.find("key", TENSORS) is None
+    assert launches.find("key", TENSORS, POINTERS) is None
     triton.knobs.runtime.launch_enter_hook.calls.clear()
-    assert launches.find("key", TENSORS) is not None
+    assert launches.find("key", TENSORS, POINTERS) is not None
 
 
 def test_other_versions_of_triton_go_the_long_way(launches: Launches) -> None:
     launches.enabled = False
-    launches.keep("key", TENSORS, Owner(), [(object(), (1,), ())])
-    assert launches.find("key", TENSORS) is None
+    launches.keep("key", TENSORS, POINTERS, Owner(), [(object(), (1,), ())])
+    assert launches.find("key", TENSORS, POINTERS) is None
 
 
 def test_an_owner_lives_as_long_as_its_entry(launches: Launches) -> None:
     owner = Owner()
     alive = weakref.ref(owner)
-    launches.keep("key", TENSORS, owner, [(compiled([]), (1,), ())])
+    launches.keep("key", TENSORS, POINTERS, owner, [(compiled([]), (1,), ())])
     del owner
     assert alive() is not None
     launches.reset(direct=True)
@@ -104,21 +120,21 @@ def test_an_owner_lives_as_long_as_its_entry(launches: Launches) -> None:
 def test_the_table_does_not_grow_without_bound(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "MOST_KEYS", 3)
     for key in range(10):
-        launches.keep(key, TENSORS, Owner(), [(compiled([]), (1,), ())])
-        assert launches.find(key, TENSORS) is not None
+        launches.keep(key, TENSORS, POINTERS, Owner(), [(compiled([]), (1,), ())])
+        assert launches.find(key, TENSORS, POINTERS) is not None
         assert len(launches._known) <= 3
 
 
 def test_direct_calls_are_asked_for_and_need_a_tested_triton(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launches.keep("key", TENSORS, Owner(), [(compiled([]), (1,), ())])
+    launches.keep("key", TENSORS, POINTERS, Owner(), [(compiled([]), (1,), ())])
     for direct, version, kept in ((True, "3.6.0", True), (True, "3.7.1", False), (False, "3.6.0", False)):
         monkeypatch.setattr(triton, "__version__", version)
         launches.reset(direct=direct)
-        assert launches.find("key", TENSORS) is None
-        launches.keep("key", TENSORS, Owner(), [(compiled([]), (1,), ())])
-        assert (launches.find("key", TENSORS) is not None) is kept
+        assert launches.find("key", TENSORS, POINTERS) is None
+        launches.keep("key", TENSORS, POINTERS, Owner(), [(compiled([]), (1,), ())])
+        assert (launches.find("key", TENSORS, POINTERS) is not None) is kept
 
 
 def test_calls_of_one_key_are_told_apart_by_their_tensors(launches: Launches) -> None:
@@ -127,12 +143,12 @@ def test_calls_of_one_key_are_told_apart_by_their_tensors(launches: Launches) ->
     made += [tuple(x.repeat_interleave(n, dim=-1)[..., ::n] for x in TENSORS) for n in range(2, 8)]
     calls: list[list[tuple[Any, ...]]] = [[] for _ in made]
     for tensors, seen in zip(made, calls, strict=True):
-        launches.keep("key", tensors, Owner(), [(compiled(seen), (1,), ())])
+        launches.keep("key", tensors, POINTERS, Owner(), [(compiled(seen), (1,), ())])
     for index, tensors in enumerate(made):
-        found = launches.find("key", tensors)
+        found = launches.find("key", tensors, POINTERS)
         assert (found is None) is (index < len(made) - launcher.MOST_ALIKE)
         if found is not None:
-            found[0](0)
+            found[1][0](0)
             assert [len(seen) for seen in calls] == [int(i == index) for i in range(len(made))]
             calls[index].clear()
 
@@ -184,11 +200,11 @@ def test_every_tensor_of_a_call_is_compared(operator: str, monkeypatch: pytest.M
     """A strided tensor of the shape of an earlier call must not be launched as that call."""
     asked: list[tuple[torch.Tensor, ...]] = []
 
-    def again(_key: Any, tensors: tuple[torch.Tensor, ...], _pointers: Any) -> None:
+    def find(_key: Any, tensors: tuple[torch.Tensor, ...], _pointers: Any) -> None:
         asked.append(tensors)
         raise LookupError
 
-    monkeypatch.setattr(launch, "_again", again)
+    monkeypatch.setattr(launch._LAUNCHES, "find", find)
     given = {
         "cache": torch.zeros(64, dtype=torch.uint8),
         "q": torch.zeros(4, 2, 32),

@@ -120,8 +120,9 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
         for i in range(begin, end):
             coming = blocks_of(i + 1, table, first, last, num_blocks, P.block_size, KEYS)
             top, weight, largest, inverse, total, total2, zeros = _tile(
-                i, (i >= inner) & (i < outer), blocks, pages, h, q_first, q_second, q_first_rest, q_second_rest, q_scale, q_sum, at, first, last,
-                block_stride, softcap, top, weight, largest, inverse, total, total2, zeros,
+                i, (i >= inner) & (i < outer), blocks, pages, h, q_first, q_second, q_first_rest, q_second_rest,
+                q_scale, q_sum, at, first, last, block_stride, softcap,
+                top, weight, largest, inverse, total, total2, zeros,
                 P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
                 INTEGER, False,
             )  # fmt: skip
@@ -130,8 +131,9 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
         for i in range(inner, outer):
             coming = blocks_of(i + 1, table, first, last, num_blocks, P.block_size, KEYS)
             top, weight, largest, inverse, total, total2, zeros = _tile(
-                i, True, blocks, pages, h, q_first, q_second, q_first_rest, q_second_rest, q_scale, q_sum, at, first, last, block_stride,
-                softcap, top, weight, largest, inverse, total, total2, zeros,
+                i, True, blocks, pages, h, q_first, q_second, q_first_rest, q_second_rest,
+                q_scale, q_sum, at, first, last, block_stride, softcap,
+                top, weight, largest, inverse, total, total2, zeros,
                 P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
                 INTEGER, True,
             )  # fmt: skip
@@ -140,8 +142,9 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
             i = tl.where(j < inner, j, j + (outer - inner))
             these = blocks_of(i, table, first, last, num_blocks, P.block_size, KEYS)
             top, weight, largest, inverse, total, total2, zeros = _tile(
-                i, False, these, pages, h, q_first, q_second, q_first_rest, q_second_rest, q_scale, q_sum, at, first, last, block_stride,
-                softcap, top, weight, largest, inverse, total, total2, zeros,
+                i, False, these, pages, h, q_first, q_second, q_first_rest, q_second_rest,
+                q_scale, q_sum, at, first, last, block_stride, softcap,
+                top, weight, largest, inverse, total, total2, zeros,
                 P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
                 INTEGER, False,
             )  # fmt: skip

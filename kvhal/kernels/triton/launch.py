@@ -7,13 +7,11 @@ can be captured into a graph. The tensors of a call and the current stream decid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache
 from math import gcd
-from operator import or_
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from kvhal.errors import SpecMismatch
@@ -32,7 +30,7 @@ from kvhal.kernels.triton.attend import attend_kernel
 from kvhal.kernels.triton.constants import Page, pow2
 from kvhal.kernels.triton.copy_blocks import move_kernel
 from kvhal.kernels.triton.gather import gather_kernel
-from kvhal.kernels.triton.launcher import ALIGNED, Bound, Launches
+from kvhal.kernels.triton.launcher import Launches
 from kvhal.kernels.triton.prefill import prefill_kernel
 from kvhal.kernels.triton.reduce import reduce_kernel
 from kvhal.kernels.triton.schedule import schedule_kernel, sequences_kernel
@@ -70,8 +68,6 @@ MANY_ROWS = 1024
 PROMPT_HEADS = 8
 MOVE_BYTES = 1 << 24
 MOVE_ITEMS = 2048
-# Launches of an attend that stages nothing: attend and reduce.
-BOTH = 2
 # A compiled kernel, its grid, the values of its parameters after the pointers.
 Launched = tuple[Any, tuple[int, ...], Sequence[Any]]
 _TUNINGS: dict[int, Tuning] = {}
@@ -93,9 +89,10 @@ def store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, g: LayerGeometry, 
     """`reference.store` on a GPU, bit for bit."""
     key, tensors = ("store", id(g), k.shape), (cache, k, v, slots)
     pointers = (cache.data_ptr(), k.data_ptr(), v.data_ptr(), slots.data_ptr())
-    known = None if checked else _again(key, tensors, pointers)
+    known = None if checked else _LAUNCHES.find(key, tensors, pointers)
     if known is not None:
-        known[0](_stream(cache), *pointers)
+        stream, (storing,) = known
+        storing(stream, *pointers)
         return
     check_store(cache, (("k", k), ("v", v)), slots, g)
     if k.dtype is not v.dtype:
@@ -115,7 +112,7 @@ def store(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, g: LayerGeometry, 
     )  # fmt: skip
     with _on(cache):
         compiled = store_kernel[grid](cache, k, v, slots, *values, **store_options(g, tokens, tuning))
-    _keep(key, tensors, pointers, g, [(compiled, grid, values)])
+    _LAUNCHES.keep(key, tensors, pointers, g, [(compiled, grid, values)])
 
 
 def gather(cache: Tensor, slots: Tensor, k_out: Tensor, v_out: Tensor, g: LayerGeometry, *, checked: bool) -> None:
@@ -188,11 +185,11 @@ def prepare(
     pointers = (
         cache.data_ptr(), block_table.data_ptr(), seq_lens.data_ptr(), query_starts.data_ptr(), workspace.data_ptr()
     )  # fmt: skip
-    known = None if checked else _again(key, tensors, pointers)
+    known = None if checked else _LAUNCHES.find(key, tensors, pointers)
     if known is not None:
-        stream = _stream(cache)
-        known[0](stream, *pointers)
-        known[1](stream, pointers[4])
+        stream, (looking, scheduling) = known
+        looking(stream, *pointers)
+        scheduling(stream, pointers[4])
         return
     tuning = tuning_of(cache.device)
     num_seqs = seq_lens.shape[0]
@@ -219,7 +216,7 @@ def prepare(
     if checked:
         _refuse_faults(workspace, work, block_table, seq_lens, query_starts, num_tokens, g)
     else:
-        _keep(key, tensors, pointers, g, [(first, grids[0], look), (second, grids[1], cut_up)])
+        _LAUNCHES.keep(key, tensors, pointers, g, [(first, grids[0], look), (second, grids[1], cut_up)])
 
 
 def attend(
@@ -249,7 +246,7 @@ def attend(
         cache.data_ptr(), q.data_ptr(), block_table.data_ptr(), workspace.data_ptr(),
         0 if sinks is None else sinks.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
     )  # fmt: skip
-    known = _again(key, tensors, pointers)
+    known = _LAUNCHES.find(key, tensors, pointers)
     if known is None:
         check_attend(cache, q, block_table, seq_lens, query_starts, sinks, out, lse, g)
     tokens, num_seqs = q.shape[0], seq_lens.shape[0]
@@ -258,12 +255,12 @@ def attend(
             cache, heads, q.dtype, tokens, block_table, seq_lens, query_starts, workspace, g, checked=checked
         )  # fmt: skip
     if known is not None:
-        stream = _stream(cache)
-        if len(known) > BOTH:
-            known[2](stream, pointers[0], *pointers[2:4])
-            known[3](stream, *pointers[:2], *pointers[3:])
-        known[0](stream, *pointers)
-        known[1](stream, *pointers[3:])
+        stream, (attending, reducing, *staging_too) = known
+        if staging_too:
+            staging_too[0](stream, pointers[0], *pointers[2:4])
+            staging_too[1](stream, *pointers[:2], *pointers[3:])
+        attending(stream, *pointers)
+        reducing(stream, *pointers[3:])
         return
     if not tokens:
         return
@@ -302,7 +299,7 @@ def attend(
             staged = _staged(cache, q, block_table, workspace, sinks, out, lse, g, staging, work, call, tuning)
         first = attend_kernel[grids[0]](cache, q, block_table, workspace, sinks, out, lse, *read, **tile_options(cut))
         second = reduce_kernel[grids[1]](workspace, sinks, out, lse, *join, **options)
-    _keep(key, tensors, pointers, g, [(first, grids[0], read), (second, grids[1], join), *staged])
+    _LAUNCHES.keep(key, tensors, pointers, g, [(first, grids[0], read), (second, grids[1], join), *staged])
 
 
 def _staged(
@@ -357,34 +354,6 @@ def _refuse_faults(
         return
     # Something is wrong: the reference finds it again on the host and says it in words.
     sequences_of(g, block_table.cpu(), seq_lens.cpu(), query_starts.cpu(), num_tokens, checked=True)
-
-
-def _again(key: tuple[Any, ...], tensors: tuple[Tensor, ...], pointers: Sequence[int]) -> tuple[Bound, ...] | None:
-    """The kernels that ran for this key and tensors like these, where calling them again is the same."""
-    known = _LAUNCHES.find(key, tensors)
-    if known is None or not _are_aligned(pointers) or torch.cuda.current_device() != tensors[0].get_device():
-        return None
-    return known
-
-
-def _keep(
-    key: tuple[Any, ...],
-    tensors: tuple[Tensor, ...],
-    pointers: Sequence[int],
-    g: LayerGeometry,
-    launched: Sequence[Launched],
-) -> None:
-    """Keep what was launched, with `g`, so that its id names no other geometry."""
-    if _are_aligned(pointers):
-        _LAUNCHES.keep(key, tensors, g, launched)
-
-
-def _are_aligned(pointers: Sequence[int]) -> bool:
-    return reduce(or_, pointers) % ALIGNED == 0
-
-
-def _stream(cache: Tensor) -> int:
-    return int(triton.runtime.driver.active.get_current_stream(cache.get_device()))
 
 
 @lru_cache(maxsize=1024)

@@ -1,23 +1,25 @@
 """Launches a compiled kernel again at little cost: everything but the pointers is bound once.
 
 `kernel[grid]` spends some 20 us of host time a call on finding the compiled kernel for its arguments. Here a key and a
-comparison with the tensors of an earlier call (shapes, strides, dtypes, devices; the caller sees to alignment) say that
-all a check or a specialisation depends on is as it was, and Triton's own generated launcher is called directly, which
-packs the arguments anew each time and is thus safe in threads. Its arguments are private to Triton, so this is on for
-the versions it was run with (TESTED) where the tuning row says so (`direct`), and off elsewhere; the results are the
-same.
+comparison with the tensors of an earlier call (shapes, strides, dtypes, devices, alignment) say that all a check or a
+specialisation depends on is as it was, and Triton's own generated launcher is called directly, which packs the
+arguments anew each time and is thus safe in threads. Its arguments are private to Triton, so this is on for the
+versions it was run with (TESTED) where the tuning row says so (`direct`), and off elsewhere; the results are the same.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, Protocol
 
+import torch
 import triton
 from torch import Tensor
 
-__all__ = ["ALIGNED", "Bound", "Launches", "guard_of"]
+__all__ = ["Bound", "Launches", "guard_of"]
 
 TESTED = ("3.6.",)
 MOST_KEYS = 4096
@@ -27,6 +29,10 @@ ALIGNED = 16
 
 # (stream, pointers) -> None
 Bound = Callable[..., None]
+
+# torch's public functions ask more, at 0.3 us each. A build without GPU has neither; it keeps no launch either.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: 0)
 
 
 class Guard(Protocol):
@@ -39,34 +45,42 @@ class Launches:
     """Bound kernels by key and tensors. Emptied when it is full, and when the tuning changes."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[tuple[Guard, object, tuple[Bound, ...]], ...]] = {}
+        self._known: dict[Hashable, tuple[tuple[Guard, int, tuple[Bound, ...], object], ...]] = {}
         self._lock = threading.Lock()
         self.enabled = False
 
-    def find(self, key: Hashable, tensors: Sequence[Tensor]) -> tuple[Bound, ...] | None:
-        """What was kept under `key` for tensors like these; None too while a profiler wants to see launches."""
-        for guard, _, bound in self._known.get(key, ()):
+    def find(
+        self, key: Hashable, tensors: Sequence[Tensor], pointers: Sequence[int]
+    ) -> tuple[int, tuple[Bound, ...]] | None:
+        """The current stream and what was kept under `key` for tensors like these, at aligned addresses.
+
+        None too where another device is current, and while a profiler wants to see launches.
+        """
+        for guard, device, bound, _ in self._known.get(key, ()):
             if guard.check(*tensors):
-                return None if triton.knobs.runtime.launch_enter_hook.calls or not self.enabled else bound
+                if reduce(or_, pointers) % ALIGNED or _current_device() != device:
+                    return None
+                return None if triton.knobs.runtime.launch_enter_hook.calls else (_stream_of(device), bound)
         return None
 
     def keep(
         self,
         key: Hashable,
         tensors: Sequence[Tensor],
+        pointers: Sequence[int],
         owner: object,
         launched: Sequence[tuple[Any, tuple[int, ...], Sequence[Any]]],
     ) -> None:
         """Bind (compiled kernel, grid, values of the parameters after the pointers) for `key` and tensors like these.
 
-        owner lives as long as the entry: whatever the key names by its id.
+        owner lives as long as the entry: whatever the key names by its id. Addresses that are not aligned keep nothing.
         """
-        if not self.enabled:
+        if not self.enabled or reduce(or_, pointers) % ALIGNED:
             return
         bound = tuple(one for one in (_bind(*each) for each in launched) if one is not None)
         if len(bound) < len(launched):
             return
-        entry = guard_of(tensors), owner, bound
+        entry = guard_of(tensors), tensors[0].get_device(), bound, owner
         with self._lock:
             if key not in self._known and len(self._known) >= MOST_KEYS:
                 self._known.clear()

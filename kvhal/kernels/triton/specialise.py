@@ -49,8 +49,8 @@ def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tunin
         "PAIRS": cut.pairs,
         "MANY": cut.many,
         "KEYS": cut.keys,
-        # Of the 16 rows of a matrix instruction a thread of CUDA (8 columns) holds two, 8 apart: so many sums a warp need
-        # nothing of other threads. On AMD (16 columns) it holds rows side by side.
+        # Of the 16 rows of a matrix instruction a thread of CUDA (8 columns) holds two, 8 apart: so many sums a warp
+        # need nothing of other threads. On AMD (16 columns) it holds rows side by side.
         "SUMS": min(cut.keys, tuning.columns * cut.num_warps),
         "PROLOGUE": tuning.prologue,
         "SOFTCAP": softcap,

@@ -56,7 +56,8 @@ class AttendCut:
     """How one call is cut. rows: columns of the result an item has, a power of two; columns: of the score product.
 
     many: computed by `many_rows`, else by `few_rows`. tokens: queries an item. pairs: queries are split in two parts,
-    which are two columns a row or, with as many columns as rows, two products. at_once: programs that run on a multiprocessor at once, 0 if nothing says how many.
+    which are two columns a row or, with as many columns as rows, two products. at_once: programs that run on a
+    multiprocessor at once, 0 if nothing says how many.
     """
 
     prefill: bool
