@@ -20,6 +20,9 @@ REPLAYS = 11
 # Long enough that starting a graph (some 10 us) does not show.
 GRAPH_US = 4000.0
 MAX_REPEATS = 200
+# What ran before, a peer's products for one, has used up the power that a GPU may take on average; with a lower clock
+# 256 sequences of 1024 tokens took 160 us for 145 on an H200.
+REST_S = 0.3
 HOST_SAMPLES, HOST_CALLS, HOST_WARM_UP = 9, 100, 20
 
 
@@ -54,6 +57,7 @@ def graph_timing(calls: Sequence[Call]) -> Timing:
     _replay_us(probe)
     count = len(calls) * max(1, min(MAX_REPEATS, int(GRAPH_US / max(1.0, _replay_us(probe)))))
     graph = _graph_of(calls, count)
+    time.sleep(REST_S)
     _replay_us(graph)
     return Timing.of([_replay_us(graph) / count for _ in range(REPLAYS)])
 
