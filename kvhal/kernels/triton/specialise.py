@@ -37,8 +37,6 @@ STAGE_WARPS = 4
 # Longer rows need the registers.
 CAPPED_CHANNELS = 128
 SCHEDULE_CHUNK = 64
-# The least columns of AMD's matrix instructions; CUDA's have 8.
-AMD_COLUMNS = 16
 
 
 def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tuning, *, softcap: bool) -> dict[str, Any]:
@@ -51,10 +49,9 @@ def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tunin
         "PAIRS": cut.pairs,
         "MANY": cut.many,
         "KEYS": cut.keys,
-        # Of the 16 rows of a matrix instruction a thread of CUDA (8 columns) holds two, 8 apart: so many sums a warp
-        # need nothing of other threads. On AMD (16 columns) it holds rows side by side.
-        "SUMS": min(cut.keys, tuning.columns * cut.num_warps),
-        "CHUNKS": tuning.columns < AMD_COLUMNS,
+        # So many sums a warp need nothing of other threads.
+        "SUMS": min(cut.keys, (8 if tuning.narrow else 16) * cut.num_warps),
+        "CHUNKS": tuning.narrow,
         "PROLOGUE": tuning.prologue,
         "SOFTCAP": softcap,
         "PAD": tuning.pad_weights and cut.columns > cut.rows,

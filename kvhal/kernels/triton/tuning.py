@@ -47,6 +47,8 @@ class Tile:
 
 STAGED = Tile(64, num_warps=4, num_stages=2, rows=64)
 
+NARROW = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
@@ -71,7 +73,7 @@ class Tuning:
     decode: tuple[tuple[str, Tile], ...] = ()
     verify: tuple[tuple[str, Tile], ...] = ()
     prefill: tuple[tuple[str, Tile], ...] = ()
-    columns: int = 8
+    columns: int = NARROW
     pad_weights: bool = False
     warp_holds: int = 1
     conversion: str = "arithmetic"
@@ -94,6 +96,14 @@ class Tuning:
     staged_bytes: int = 128 << 20
     staged_rows: int = 16384
     staged_queries: int = 64
+
+    @property
+    def narrow(self) -> bool:
+        """Whether matrix instructions have 8 columns, of whose 16 rows a thread holds two, 8 apart (CUDA).
+
+        AMD's have 16 columns at least, and a thread holds rows side by side.
+        """
+        return self.columns == NARROW
 
     @classmethod
     def parse(cls, row: Mapping[str, Any]) -> Tuning:

@@ -114,8 +114,9 @@ class AttendCut:
         rows = pow2(group * tokens)
         if many:
             pairs, rows = False, max(16, tile.rows, rows)
-        # Parts side by side fill the matrix instructions of few rows; of more rows they are two products.
-        beside = 2 if pairs and rows < tuning.columns else 1
+        # Parts side by side fill the matrix instructions of few rows. Of more they are two products, whose operands
+        # gfx1100 has no registers for.
+        beside = 2 if pairs and (rows < tuning.columns or not tuning.narrow) else 1
         columns = max(tuning.columns, rows * beside)
         rows = columns // beside
         shape = _Shape(g, dim, rows, columns, pairs=pairs, prefill=prefill, many=many)
