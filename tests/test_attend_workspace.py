@@ -86,6 +86,28 @@ def test_many_rows_are_padded_to_the_rows_of_the_tile() -> None:
     assert (cut.prefill, cut.many, cut.pairs, cut.tokens, cut.rows) == (False, True, False, 4, 32)
 
 
+@pytest.mark.parametrize(("queries", "rows", "wide"), [(1, 4, 8), (2, 8, 8), (4, 16, 16), (8, 32, 32)])
+def test_query_parts_stand_side_by_side_only_where_columns_are_left(queries: int, rows: int, wide: int) -> None:
+    """CUDA's matrix instructions have 8 columns; more rows than that take a product for each part."""
+    g = geometry("int8_per_token_head")
+    cuda = AttendCut.of(g, 32, queries, 1, "bfloat16", TUNINGS["cuda-sm_90"])
+    amd = AttendCut.of(g, 32, queries, 1, "bfloat16", replace(DEFAULT, columns=16))
+    assert (cuda.pairs, cuda.rows, cuda.columns) == (True, rows, wide)
+    assert (amd.pairs, amd.columns) == (True, 2 * amd.rows)
+
+
+def test_one_warp_holds_32_rows_beside_short_tiles() -> None:
+    g = geometry("int8_per_token_head")
+    few, many = (AttendCut.of(g, 32, queries, 1, "bfloat16", TUNINGS["cuda-sm_90"]) for queries in (4, 8))
+    assert (few.rows, few.keys, few.num_warps) == (16, 32, 1)
+    assert (many.rows, many.keys, many.num_warps) == (32, 16, 1)
+    # As many as a multiprocessor's registers hold: 4 x 16384 / (32 x 256).
+    assert many.at_once == 8
+    assert many.programs(132, TUNINGS["cuda-sm_90"])[0] == 8 * 132
+    shared = AttendCut.of(g, 32, 8, 1, "bfloat16", replace(TUNINGS["cuda-sm_90"], verify=tiles(int8=Tile(32, num_warps=2))))
+    assert (shared.keys, shared.num_warps) == (32, 2)
+
+
 def test_a_tile_is_read_with_its_inline_one_and_refuses_what_it_does_not_know() -> None:
     row = {family: {"keys": 32, "inline": {"keys": 16, "num_warps": 4}} for family in FAMILIES}
     assert Tuning.parse({"decode": row}).tile("int8", "decode") == Tile(32, inline=Tile(16, num_warps=4))
