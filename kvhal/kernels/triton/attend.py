@@ -58,7 +58,6 @@ def attend_kernel(  # noqa: PLR0915  # one kernel, one function
     MANY: tl.constexpr,
     KEYS: tl.constexpr,
     SUMS: tl.constexpr,
-    CHUNKS: tl.constexpr,
     PROLOGUE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PAD: tl.constexpr,
@@ -113,7 +112,7 @@ def attend_kernel(  # noqa: PLR0915  # one kernel, one function
                 result, result2, lse2 = few_rows(
                     pages, query, table, h.to(tl.int64), begin, end, position, count, block_stride, num_blocks,
                     q_token, q_head, k_scale, v_scale, softcap,
-                    P, GROUP, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, CHUNKS, SOFTCAP, PAD, CONVERSION,
+                    P, GROUP, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, SOFTCAP, PAD, CONVERSION,
                     HARDWARE_K, HARDWARE_V, FULL,
                 )  # fmt: skip
             column = tl.arange(0, ROWS)

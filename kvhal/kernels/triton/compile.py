@@ -35,7 +35,7 @@ from kvhal.kernels.triton.stage import stage_kernel
 from kvhal.kernels.triton.store import store_kernel
 from kvhal.kernels.triton.tuning import Tuning
 
-__all__ = ["compile_job", "compiled_for", "main"]
+__all__ = ["compile_job", "main"]
 
 POINTERS = {
     "cache": "*u8",
@@ -57,16 +57,6 @@ WAVE_64 = "gfx9"
 
 def compile_job(job: Job, tuning: Tuning) -> dict[str, Any]:
     """Compile one kernel and say what its machine code holds."""
-    started = time.perf_counter()
-    compiled = compiled_for(job, tuning)
-    found: dict[str, Any] = {"seconds": round(time.perf_counter() - started, 2), "shared": compiled.metadata.shared}
-    if job.arch.startswith("gfx"):
-        return found | _read_amd(compiled.asm["amdgcn"])
-    return found | _read_nvidia(compiled.asm["cubin"])
-
-
-def compiled_for(job: Job, tuning: Tuning) -> Any:
-    """Triton's compiled kernel, its intermediate forms included."""
     kernel, constants, options = _source(job, tuning)
     signature: dict[str, str] = {}
     values: dict[tuple[int, ...], Any] = {}
@@ -79,7 +69,14 @@ def compiled_for(job: Job, tuning: Tuning) -> Any:
         signature[parameter.name] = kind
         if not parameter.do_not_specialize and parameter.name not in UNALIGNED:
             attributes[index,] = [["tt.divisibility", 16]]
-    return triton.compile(ASTSource(kernel, signature, values, attributes), target=_target(job.arch), options=options)
+    started = time.perf_counter()
+    compiled = triton.compile(
+        ASTSource(kernel, signature, values, attributes), target=_target(job.arch), options=options
+    )
+    found: dict[str, Any] = {"seconds": round(time.perf_counter() - started, 2), "shared": compiled.metadata.shared}
+    if job.arch.startswith("gfx"):
+        return found | _read_amd(compiled.asm["amdgcn"])
+    return found | _read_nvidia(compiled.asm["cubin"])
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from kvhal.kernels.triton.convert import (
     operand_factor,
     settled,
 )
-from kvhal.kernels.triton.load import blocks_of, load_keys, load_values, load_values_by_chunks, load_words, place
+from kvhal.kernels.triton.load import blocks_of, load_keys, load_values, load_words, place
 from kvhal.kernels.triton.query import REST, query_columns, rest_factor
 from kvhal.kernels.triton.schedule import whole_tiles
 
@@ -71,7 +71,6 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
     PAIRS: tl.constexpr,
     KEYS: tl.constexpr,
     SUMS: tl.constexpr,
-    CHUNKS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PAD: tl.constexpr,
     CONVERSION: tl.constexpr,
@@ -81,7 +80,7 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
 ):
     """Tiles `begin` to `end` of one item: (result [block, ROWS], its second half for int4, log-sum-exp to base 2).
 
-    SUMS: sums over keys are kept in so many parts. CHUNKS: values of a byte come into shared memory by chunks.
+    SUMS: sums over keys are kept in so many parts.
     """
     K: tl.constexpr = P.k
     V: tl.constexpr = P.v
@@ -124,8 +123,8 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
                 i, (i >= inner) & (i < outer), blocks, pages, h, q_first, q_second, q_first_rest, q_second_rest,
                 q_scale, q_sum, at, first, last, block_stride, softcap,
                 top, weight, largest, inverse, total, total2, zeros,
-                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, CHUNKS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V,
-                FULL, INTEGER, False,
+                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
+                INTEGER, False,
             )  # fmt: skip
             blocks = coming
     else:
@@ -135,8 +134,8 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
                 i, True, blocks, pages, h, q_first, q_second, q_first_rest, q_second_rest,
                 q_scale, q_sum, at, first, last, block_stride, softcap,
                 top, weight, largest, inverse, total, total2, zeros,
-                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, CHUNKS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V,
-                FULL, INTEGER, True,
+                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
+                INTEGER, True,
             )  # fmt: skip
             blocks = coming
         for j in tl.range(begin, end - (outer - inner), num_stages=1):
@@ -146,8 +145,8 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
                 i, False, these, pages, h, q_first, q_second, q_first_rest, q_second_rest,
                 q_scale, q_sum, at, first, last, block_stride, softcap,
                 top, weight, largest, inverse, total, total2, zeros,
-                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, CHUNKS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V,
-                FULL, INTEGER, False,
+                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
+                INTEGER, False,
             )  # fmt: skip
     if PAD:
         total, _ = tl.split(tl.reshape(total, [P.v.block, ROWS, 2]))
@@ -196,7 +195,6 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     PAIRS: tl.constexpr,
     KEYS: tl.constexpr,
     SUMS: tl.constexpr,
-    CHUNKS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PAD: tl.constexpr,
     CONVERSION: tl.constexpr,
@@ -215,10 +213,7 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     TWICE: tl.constexpr = PAIRS and COLUMNS == ROWS
     page, inside = place(i, blocks, block_stride, BLOCK_SIZE, KEYS)
     k = load_keys(pages, page, inside, h, K, UNIT, UNITS, KEYS)
-    if CHUNKS and P.v.los > 1 and P.v.size == 1:
-        v = load_values_by_chunks(pages, page, inside, h, V, UNIT, UNITS, KEYS)
-    else:
-        v = load_values(pages, page, inside, h, V, UNIT, UNITS, KEYS)
+    v = load_values(pages, page, inside, h, V, UNIT, UNITS, KEYS)
     if P.k.scaling == "row":
         k_word = load_words(pages, page, inside, h, K, UNIT, UNITS, KEYS)
     if P.v.scaling == "row":

@@ -10,10 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["blocks_of", "load_keys", "load_values", "load_values_by_chunks", "load_words", "place"]
-
-# Rows of the result that a matrix instruction of CUDA spreads over threads.
-CHUNK = tl.constexpr(8)
+__all__ = ["blocks_of", "load_keys", "load_values", "load_words", "place"]
 
 
 @triton.jit
@@ -91,35 +88,6 @@ def load_values(pages, page, inside, h, R: tl.constexpr, UNIT: tl.constexpr, UNI
         codes = tl.permute(tl.reshape(codes, [UNITS, GROUPS, R.block, R.los]), (2, 0, 1, 3))
         codes = tl.reshape(codes, [R.block, KEYS])
     return codes
-
-
-@triton.jit
-def load_values_by_chunks(
-    pages, page, inside, h, R: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, KEYS: tl.constexpr
-):
-    """`load_values` [block, KEYS] so that CHUNK channels of a unit's tokens come to lie together in shared memory.
-
-    In pages all channels of `los` tokens do, and four threads of CUDA's matrix instructions, which hold four times so
-    many tokens of a channel, would find them in one bank: 64 instead of 16 cycles a tile (counted on an H200).
-    """
-    GROUPS: tl.constexpr = UNIT // R.los
-    CHUNKS: tl.constexpr = R.block // CHUNK
-    ITEMS: tl.constexpr = CHUNK * R.los
-    SHIFT: tl.constexpr = R.size - 1
-    chunk = tl.arange(0, CHUNKS) * ITEMS
-    item = tl.arange(0, GROUPS * ITEMS)
-    row = (page + inside // R.tile_tokens * R.tile) >> SHIFT
-    # One dimension, for its order in shared memory is certain.
-    part = (item // ITEMS * (R.hi // R.size) + item % ITEMS)[None, None, :]
-    pointers = _typed(pages + h * R.head + R.offset, R) + row[None, :, None] + (part + chunk[:, None, None])
-    if R.block == R.width:
-        codes = tl.load(pointers)
-    else:
-        codes = tl.load(
-            pointers, mask=(chunk[:, None] + (item % ITEMS)[None, :] < R.width * R.los)[:, None, :], other=0
-        )
-    codes = tl.reshape(codes, [CHUNKS, UNITS, GROUPS, CHUNK, R.los])
-    return tl.reshape(tl.permute(codes, (0, 3, 1, 2, 4)), [R.block, KEYS])
 
 
 @triton.jit

@@ -51,7 +51,6 @@ def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tunin
         "KEYS": cut.keys,
         # So many sums a warp need nothing of other threads.
         "SUMS": min(cut.keys, (8 if tuning.narrow else 16) * cut.num_warps),
-        "CHUNKS": tuning.narrow,
         "PROLOGUE": tuning.prologue,
         "SOFTCAP": softcap,
         "PAD": tuning.pad_weights and cut.columns > cut.rows,
