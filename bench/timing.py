@@ -22,7 +22,7 @@ GRAPH_US = 4000.0
 MAX_REPEATS = 200
 # What ran before, a peer's products for one, has used up the power that a GPU may take on average; with a lower clock
 # 256 sequences of 1024 tokens took 160 us for 145 on an H200.
-REST_S = 0.3
+REST_S = 0.15
 HOST_SAMPLES, HOST_CALLS, HOST_WARM_UP = 9, 100, 20
 
 

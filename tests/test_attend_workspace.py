@@ -104,7 +104,8 @@ def test_one_warp_holds_32_rows_beside_short_tiles() -> None:
     # As many as a multiprocessor's registers hold: 4 x 16384 / (32 x 256).
     assert many.at_once == 8
     assert many.programs(132, TUNINGS["cuda-sm_90"])[0] == 8 * 132
-    shared = AttendCut.of(g, 32, 8, 1, "bfloat16", replace(TUNINGS["cuda-sm_90"], verify=tiles(int8=Tile(32, num_warps=2))))
+    two = replace(TUNINGS["cuda-sm_90"], verify=tiles(int8=Tile(32, num_warps=2)))
+    shared = AttendCut.of(g, 32, 8, 1, "bfloat16", two)
     assert (shared.keys, shared.num_warps) == (32, 2)
 
 
