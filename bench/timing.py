@@ -20,8 +20,8 @@ REPLAYS = 11
 # Long enough that starting a graph (some 10 us) does not show.
 GRAPH_US = 4000.0
 MAX_REPEATS = 200
-# What ran before, a peer's products for one, has used up the power that a GPU may take on average; with a lower clock
-# 256 sequences of 1024 tokens took 160 us for 145 on an H200.
+# Without rest 256 sequences of 1024 tokens took 160 us for 145 on an H200, after a peer's products (its power cap then
+# lowers the clock, which is the likely cause).
 REST_S = 0.15
 HOST_SAMPLES, HOST_CALLS, HOST_WARM_UP = 9, 100, 20
 
