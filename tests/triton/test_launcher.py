@@ -153,6 +153,15 @@ def test_calls_of_one_key_are_told_apart_by_their_tensors(launches: Launches) ->
             calls[index].clear()
 
 
+def test_a_call_that_is_kept_again_takes_its_own_place(launches: Launches) -> None:
+    strided = tuple(x.repeat_interleave(2, dim=-1)[..., ::2] for x in TENSORS)
+    launches.keep("key", strided, POINTERS, Owner(), [(compiled([]), (1,), ())])
+    for _ in range(2 * launcher.MOST_ALIKE):
+        launches.keep("key", TENSORS, POINTERS, Owner(), [(compiled([]), (1,), ())])
+    assert launches.find("key", strided, POINTERS) is not None
+    assert launches.find("key", TENSORS, POINTERS) is not None
+
+
 @pytest.fixture(params=["torch", "ours"])
 def guard_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], launcher.Guard]:
     """A guard as torch compares, and as we do where torch does not offer it."""
