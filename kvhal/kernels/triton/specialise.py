@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvhal.kernels.geometry import LayerGeometry
+from kvhal.kernels.triton.constants import pow2
 from kvhal.kernels.triton.staging import StagedPage
 from kvhal.kernels.triton.tuning import Tile, Tuning
 from kvhal.kernels.triton.workspace import AttendCut
@@ -91,7 +92,9 @@ def store_options(g: LayerGeometry, tokens: int, tuning: Tuning) -> dict[str, An
     """What Triton is told beside the constants of `store_kernel`."""
     if tokens == 1:
         return EXACT | {"num_warps": 1}
-    options = EXACT | {"num_warps": tuning.store_warps}
+    longest = max(g.k.head_dim, g.v.head_dim)
+    # A warp more for every CAPPED_CHANNELS, or rows of 256 channels spill.
+    options = EXACT | {"num_warps": tuning.store_warps * pow2(-(-longest // CAPPED_CHANNELS))}
     is_capped = (
         g.k.head_dim <= CAPPED_CHANNELS
         and g.v.head_dim <= CAPPED_CHANNELS
