@@ -212,11 +212,19 @@ class _Shape:
 
     def _keys(self, keys: int, tuning: Tuning, *, is_own: bool) -> int:
         keys = max(16, min(keys, KEYS_BY_CHANNELS // pow2(self.dim)))
+        if self.dim > MANY_CHANNELS and not self.prefill and (_is_row_major(self.g) or self._converts_itself(tuning)):
+            # What long rows are turned or converted in takes the registers of half the keys.
+            keys = min(keys, SHORT_KEYS)
         if is_own or not _is_row_major(self.g):
             return keys
         # V is turned in registers: short tiles.
         is_small = max(DECODE_ROWS, self.rows) * pow2(self.dim) <= ROW_MAJOR_ACCUMULATED * tuning.warp_holds
         return min(keys, 32 if self.prefill or is_small else 16)
+
+    def _converts_itself(self, tuning: Tuning) -> bool:
+        """Whether codes of 8-bit floats are converted by integer instructions."""
+        names = (self.g.k.encoding.name, self.g.v.encoding.name)
+        return any(name.startswith("e") and name not in tuning.hardware for name in names)
 
     def _is_crowded(self) -> bool:
         return self.rows > DECODE_ROWS and (_is_row_major(self.g) or is_careful(self.g)) and not self.many
