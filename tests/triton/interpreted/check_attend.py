@@ -289,7 +289,7 @@ def test_a_value_with_nan_hides_no_large_scale_beside_it(mode: str) -> None:
     cache = make(mode, blocks=10, dim=64)
     one = Batch(cache, [100], [4], q_heads=8)
     k, v = (torch.from_numpy(cache.values(name, one.slots[0])).float() for name in "kv")
-    v[97] *= 1e4
+    v[97] *= 1e8
     torch.ops.kvhal.store(cache.data, k, v, torch.tensor(one.slots[0]), cache.packed, True)
     right, _ = one.right()
     v[98, 1, 3] = math.nan
