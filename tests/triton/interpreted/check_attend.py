@@ -257,3 +257,44 @@ def test_what_other_rows_see_changes_no_rounding(mode: str) -> None:
     assert oracle.relative(after[:, 1::2], before[:, 1::2].double().numpy()) <= 1e-6
     assert torch.allclose(after_lse[:, 1::2], lse[:, 1::2], atol=1e-6)
     assert oracle.relative(after[:, ::2], before[:, ::2].double().numpy()) > 0.1
+
+
+@pytest.mark.parametrize("queries", [1, 2, 8])
+def test_the_largest_integers_of_the_longest_head_fit(queries: int) -> None:
+    """512 products of 127 and 127, times 254, and the products with what queries leave: below 2^31."""
+    cache = make("int8_per_token_head", blocks=6, dim=512, heads=1)
+    one = Batch(cache, [40], [queries], q_heads=8)
+    k = torch.full((40, 1, 512), 3.0)
+    k[::3] *= -1
+    torch.ops.kvhal.store(cache.data, k, torch.randn(40, 1, 512), torch.tensor(one.slots[0]), cache.packed, True)
+    one.q[:] = (0.999 + 0.001 * torch.rand(one.q.shape)) * 0.02
+    check(one)
+
+
+@pytest.mark.parametrize("queries", [2, 4, 8])
+@pytest.mark.parametrize("mode", [*ROW_MODES, "bfloat16", "fp8_e4m3"])
+def test_a_query_with_nan_leaves_the_rows_that_share_its_item(mode: str, queries: int) -> None:
+    one = Batch(make(mode, blocks=10, dim=64, k_scale=0.02, v_scale=0.02), [90], [queries], q_heads=8)
+    right, _ = one.right()
+    one.q[1, 3, 5] = math.nan
+    out, _ = attend(one)
+    assert bool(out[1, 3].isnan().all())
+    out[1, 3] = torch.from_numpy(right[1, 3]).to(out.dtype)
+    assert oracle.relative(out, right) <= BOUND
+
+
+@pytest.mark.parametrize("mode", ROW_MODES)
+def test_a_value_with_nan_hides_no_large_scale_beside_it(mode: str) -> None:
+    """One tile holds both, so what weights are relative to must rise; who does not see the NaN is right."""
+    cache = make(mode, blocks=10, dim=64)
+    one = Batch(cache, [100], [4], q_heads=8)
+    k, v = (torch.from_numpy(cache.values(name, one.slots[0])).float() for name in "kv")
+    v[97] *= 1e8
+    torch.ops.kvhal.store(cache.data, k, v, torch.tensor(one.slots[0]), cache.packed, True)
+    right, _ = one.right()
+    v[98, 1, 3] = math.nan
+    torch.ops.kvhal.store(cache.data, k, v, torch.tensor(one.slots[0]), cache.packed, True)
+    out, _ = attend(one)
+    assert bool(out[2:, 4:].isnan().all())
+    assert oracle.relative(out[:2], right[:2]) <= BOUND
+    assert oracle.relative(out[:, :4], right[:, :4]) <= BOUND
