@@ -44,6 +44,16 @@ def test_the_readme_prints_the_committed_decode_times() -> None:
             assert agrees(sdpa, peers["torch SDPA"]), (shape, mode)
 
 
+def test_the_readme_claims_the_share_of_the_bandwidth_that_was_read() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    low, high = re.search(r"reads at (\d+) to (\d+) % of what memory delivers", text).groups()  # type: ignore[union-attr]  # or fail
+    shapes = ("64x8192", "64x32768", "256x8192")
+    cases = [CASES[f"decode {mode} {shape} q32"] for mode in MODES[:2] for shape in shapes]
+    shares = [100 * case["floor_us"] / case["us"] for case in cases]
+    assert agrees(low, min(shares)), shares
+    assert agrees(high, max(shares)), shares
+
+
 @pytest.mark.parametrize(
     ("row", "cases"),
     [

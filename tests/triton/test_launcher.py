@@ -196,6 +196,15 @@ def test_a_guard_passes_what_is_the_same_and_nothing_else(guard_of: Callable[[An
     assert not guard.check(TENSORS[1], one)
 
 
+def test_a_guard_keeps_no_tensor_alive(guard_of: Callable[[Any], launcher.Guard]) -> None:
+    """A lease's bytes would stay pinned by what was launched over them."""
+    one = torch.zeros(64)
+    alive, guard = weakref.ref(one), guard_of((one,))
+    del one
+    assert alive() is None
+    assert guard.check(torch.zeros(64))
+
+
 def test_a_tensor_given_twice_is_no_difference() -> None:
     one = torch.zeros(4, 2, 32)
     guard = launcher.guard_of((one, one))
