@@ -30,9 +30,14 @@ ALIGNED = 16
 # (stream, pointers) -> None
 Bound = Callable[..., None]
 
-# torch's public functions ask more, at 0.3 us each. A build without GPU has neither; it keeps no launch either.
+
+def _public_stream_of(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+# torch's public functions ask more, at 0.3 us each. A build without GPU has only those, and keeps no launch.
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _device: 0)
+_stream_of: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream_of)
 
 
 class Guard(Protocol):
