@@ -33,6 +33,7 @@ __all__ = [
     "geometry_of",
     "jobs_of",
     "shared_limit",
+    "tokens_of",
 ]
 
 NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -130,7 +131,8 @@ def jobs_of(
     for arch in arches:
         for kernel in kernels:
             if kernel in CODELESS:
-                yield Job(kernel, "int8_per_token_head", "int8", arch)
+                for phase in PHASES if kernel == "reduce" else ("decode",):
+                    yield Job(kernel, "int8_per_token_head", "int8", arch, phase=phase)
                 continue
             has = {"store": ("decode", "prefill"), "gather": ("decode",), "attend": PHASES, "stage": ("prefill",)}[
                 kernel
@@ -182,8 +184,12 @@ def geometry_of(job: Job) -> LayerGeometry:
 def cut_of(job: Job, tuning: Tuning) -> AttendCut:
     """How the attend of a job is cut: of 64 sequences, with the queries its phase says."""
     g = geometry_of(job)
-    tokens = _SEQUENCES * _TOKENS[job.phase]
-    return AttendCut.of(g, job.group * g.num_kv_heads, tokens, _SEQUENCES, job.dtype, tuning)
+    return AttendCut.of(g, job.group * g.num_kv_heads, tokens_of(job), _SEQUENCES, job.dtype, tuning)
+
+
+def tokens_of(job: Job) -> int:
+    """Query tokens of a job's call."""
+    return _SEQUENCES * _TOKENS[job.phase]
 
 
 def _child(jobs: list[Job], tunings: Mapping[str, Tuning]) -> Iterator[Compiled]:

@@ -21,11 +21,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvhal.kernels.aot import Job, cut_of, geometry_of
+from kvhal.kernels.aot import Job, cut_of, geometry_of, tokens_of
 from kvhal.kernels.listing import amd_loop, amd_names, nvidia_loop, nvidia_names
 from kvhal.kernels.triton import launch, specialise
 from kvhal.kernels.triton.attend import attend_kernel
-from kvhal.kernels.triton.constants import Page, pow2
+from kvhal.kernels.triton.constants import Page
 from kvhal.kernels.triton.copy_blocks import move_kernel
 from kvhal.kernels.triton.gather import gather_kernel
 from kvhal.kernels.triton.prefill import prefill_kernel
@@ -122,9 +122,10 @@ def _source(job: Job, tuning: Tuning) -> tuple[Any, dict[str, Any], dict[str, An
         shape = {"CHUNK": specialise.SCHEDULE_CHUNK, "STAGE_KEYS": tuning.staged.keys}
         return schedule_kernel, common | shape, {"num_warps": 1}
     if job.kernel == "reduce":
-        shape = {"PARTS": 8, "CHANNELS": pow2(g.v.head_dim), "CHUNK": launch.REDUCE_CHUNK}
-        shape |= {"GROUP": job.group, "ROWS": cut.rows, "HEADS": 1, "DEPENDENT": tuning.dependent}
-        return reduce_kernel, common | shape, {"num_warps": 1} | ({"launch_pdl": True} if tuning.dependent else {})
+        shape = specialise.reduce_constants(
+            g, job.group * g.num_kv_heads, cut, tokens_of(job), cut.slots // 2, tuning, is_prompt=cut.prefill
+        )
+        return reduce_kernel, {"P": page} | shape, specialise.reduce_options(shape)
     constants = specialise.attend_constants(g, job.group, cut, tuning, softcap=job.softcap)
     return attend_kernel, {"P": page} | constants, specialise.tile_options(cut)
 

@@ -32,7 +32,7 @@ from kvhal.kernels.triton.convert import (
     settled,
 )
 from kvhal.kernels.triton.load import blocks_of, load_keys, load_values, load_words, place
-from kvhal.kernels.triton.query import REST, query_columns, rest_factor
+from kvhal.kernels.triton.query import REST, afresh, query_columns, rest_factor, sliced
 from kvhal.kernels.triton.schedule import whole_tiles
 
 __all__ = ["few_rows"]
@@ -69,6 +69,7 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PAIRS: tl.constexpr,
+    SLICES: tl.constexpr,
     KEYS: tl.constexpr,
     SUMS: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -80,6 +81,7 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
 ):
     """Tiles `begin` to `end` of one item: (result [block, ROWS], its second half for int4, log-sum-exp to base 2).
 
+    SLICES: the channels of queries and keys are multiplied in so many slices, of which one is in registers at a time.
     SUMS: sums over keys are kept in so many parts.
     """
     K: tl.constexpr = P.k
@@ -97,6 +99,8 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
     q_first, q_second, q_first_rest, q_second_rest, q_scale, q_sum = query_columns(
         query, count, q_token, q_head, K, GROUP, TOKENS, ROWS, COLUMNS, PAIRS, INTEGER, FULL
     )
+    q_first, q_second = sliced(q_first, SLICES), sliced(q_second, SLICES)
+    q_first_rest, q_second_rest = sliced(q_first_rest, SLICES), sliced(q_second_rest, SLICES)
     row = tl.arange(0, ROWS)
     if SOFTCAP:
         k_factor = k_scale * operand_factor(K, HARDWARE_K) / softcap
@@ -123,8 +127,8 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
                 i, (i >= inner) & (i < outer), blocks, pages, h, q_first, q_second, q_first_rest, q_second_rest,
                 q_scale, q_sum, at, first, last, block_stride, softcap,
                 top, weight, largest, inverse, total, total2, zeros,
-                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
-                INTEGER, False,
+                P, TOKENS, ROWS, COLUMNS, PAIRS, SLICES, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V,
+                FULL, INTEGER, False,
             )  # fmt: skip
             blocks = coming
     else:
@@ -134,8 +138,8 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
                 i, True, blocks, pages, h, q_first, q_second, q_first_rest, q_second_rest,
                 q_scale, q_sum, at, first, last, block_stride, softcap,
                 top, weight, largest, inverse, total, total2, zeros,
-                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
-                INTEGER, True,
+                P, TOKENS, ROWS, COLUMNS, PAIRS, SLICES, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V,
+                FULL, INTEGER, True,
             )  # fmt: skip
             blocks = coming
         for j in tl.range(begin, end - (outer - inner), num_stages=1):
@@ -145,8 +149,8 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
                 i, False, these, pages, h, q_first, q_second, q_first_rest, q_second_rest,
                 q_scale, q_sum, at, first, last, block_stride, softcap,
                 top, weight, largest, inverse, total, total2, zeros,
-                P, TOKENS, ROWS, COLUMNS, PAIRS, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V, FULL,
-                INTEGER, False,
+                P, TOKENS, ROWS, COLUMNS, PAIRS, SLICES, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V,
+                FULL, INTEGER, False,
             )  # fmt: skip
     if PAD:
         total, _ = tl.split(tl.reshape(total, [P.v.block, ROWS, 2]))
@@ -193,6 +197,7 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PAIRS: tl.constexpr,
+    SLICES: tl.constexpr,
     KEYS: tl.constexpr,
     SUMS: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -212,7 +217,9 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     UNITS: tl.constexpr = KEYS // UNIT
     TWICE: tl.constexpr = PAIRS and COLUMNS == ROWS
     page, inside = place(i, blocks, block_stride, BLOCK_SIZE, KEYS)
-    k = load_keys(pages, page, inside, h, K, UNIT, UNITS, KEYS)
+    k = ()
+    for n in tl.static_range(SLICES):
+        k = k + (load_keys(pages, page, inside, h, K, UNIT, UNITS, KEYS, n, SLICES),)  # noqa: RUF005  # Triton unpacks none
     v = load_values(pages, page, inside, h, V, UNIT, UNITS, KEYS)
     if P.k.scaling == "row":
         k_word = load_words(pages, page, inside, h, K, UNIT, UNITS, KEYS)
@@ -220,25 +227,25 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
         v_word = load_words(pages, page, inside, h, V, UNIT, UNITS, KEYS)
 
     if INTEGER:
-        if P.k.encoding == "int4":
-            lower, upper = int4_nibbles(k, False, CONVERSION), int4_nibbles(k, True, CONVERSION)
-            product = tl.dot(lower, q_first, out_dtype=tl.int32)
-            product = tl.dot(upper, q_second, product, out_dtype=tl.int32)
-            if TWICE:
-                product = tl.dot(lower, q_first_rest, product * REST, out_dtype=tl.int32)
-                product = tl.dot(upper, q_second_rest, product, out_dtype=tl.int32)
-        else:
-            product = tl.dot(k.to(tl.int8, bitcast=True), q_first, out_dtype=tl.int32)
-            if TWICE:
-                product = tl.dot(k.to(tl.int8, bitcast=True), q_first_rest, product * REST, out_dtype=tl.int32)
+        product = tl.zeros([KEYS, COLUMNS], tl.int32)
+        for n in tl.static_range(SLICES):
+            q, q2 = afresh(q_first[n], SLICES, CONVERSION), afresh(q_second[n], SLICES, CONVERSION)
+            product = _integer_product(k[n], q, q2, product, K, CONVERSION)
+        if TWICE:
+            product = product * REST
+            for n in tl.static_range(SLICES):
+                product = _integer_product(k[n], q_first_rest[n], q_second_rest[n], product, K, CONVERSION)
         product = product.to(tl.float32)
     else:
-        keys = float_operand(k, K, HARDWARE_K, FULL, False)
+        product = tl.zeros([KEYS, COLUMNS], tl.float32)
         if TWICE:
-            product = tl.dot(keys, q_first_rest, input_precision="ieee") * (1.0 / rest_factor(K))
-            product = tl.dot(keys, q_first, product, input_precision="ieee")
-        else:
-            product = tl.dot(keys, q_first, input_precision="ieee")
+            for n in tl.static_range(SLICES):
+                keys = float_operand(k[n], K, HARDWARE_K, FULL, False)
+                product = tl.dot(keys, q_first_rest[n], product, input_precision="ieee")
+            product = product * (1.0 / rest_factor(K))
+        for n in tl.static_range(SLICES):
+            keys = float_operand(k[n], K, HARDWARE_K, FULL, False)
+            product = tl.dot(keys, afresh(q_first[n], SLICES, CONVERSION), product, input_precision="ieee")
     score = product
     if COLUMNS > ROWS:
         high, low = tl.split(tl.reshape(product, [KEYS, ROWS, 2]))
@@ -341,6 +348,17 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
                 total = tl.dot(half_of_infinity(bad, FULL), sees, total)
     total = tl.dot(values, wide, total, input_precision="ieee")
     return top, weight, largest, inverse, total, total2, zeros
+
+
+@triton.jit
+def _integer_product(k, first, second, product, K: tl.constexpr, CONVERSION: tl.constexpr):
+    """Add the product of integer codes with the query (for int4 with its two halves)."""
+    if K.encoding == "int4":
+        product = tl.dot(int4_nibbles(k, False, CONVERSION), first, product, out_dtype=tl.int32)
+        product = tl.dot(int4_nibbles(k, True, CONVERSION), second, product, out_dtype=tl.int32)
+    else:
+        product = tl.dot(k.to(tl.int8, bitcast=True), first, product, out_dtype=tl.int32)
+    return product
 
 
 @triton.jit

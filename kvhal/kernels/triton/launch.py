@@ -27,7 +27,7 @@ from kvhal.kernels.triton.arguments import (
     refuse_bad_slots,
 )
 from kvhal.kernels.triton.attend import attend_kernel
-from kvhal.kernels.triton.constants import Page, pow2
+from kvhal.kernels.triton.constants import Page
 from kvhal.kernels.triton.copy_blocks import move_kernel
 from kvhal.kernels.triton.gather import gather_kernel
 from kvhal.kernels.triton.launcher import Launches
@@ -42,6 +42,8 @@ from kvhal.kernels.triton.specialise import (
     attend_constants,
     hardware_of,
     prefill_constants,
+    reduce_constants,
+    reduce_options,
     stage_constants,
     stage_options,
     store_options,
@@ -59,13 +61,6 @@ __all__ = ["attend", "copy_blocks", "gather", "prepare", "set_tuning", "store", 
 INTERPRETED_PROCESSORS = 3
 SEQUENCE_CHUNK = 128
 SCHEDULE_LANES = 32
-REDUCE_CHUNK = 32
-# Reduction: most parts and most elements read at a time; rows of the result from which one program serves a whole row.
-MOST_PARTS = 256
-REDUCED = 1024
-MANY_ROWS = 1024
-# Query heads a program of the reduction serves, where most have nothing to join.
-PROMPT_HEADS = 8
 MOVE_BYTES = 1 << 24
 MOVE_ITEMS = 2048
 # A compiled kernel, its grid, the values of its parameters after the pointers.
@@ -274,9 +269,9 @@ def attend(
     count, _ = cut.programs(_processors(cache.device), tuning, tiles)
     lse_strides = (0, 0) if lse is None else (lse.stride(0), lse.stride(1))
     constants = attend_constants(g, group, cut, tuning, softcap=softcap > 0)
-    parts, channels, warps = _reduce_shape(g, cut, tokens, heads, count)
     # Few rows of prompts are shared by programs, and those of staged sequences by none.
-    each = gcd(heads, PROMPT_HEADS) if cut.prefill or staging else 1
+    is_prompt = cut.prefill or staging is not None
+    reduced = reduce_constants(g, heads, cut, tokens, count, tuning, is_prompt=is_prompt)
     read = (
         g.base, g.block_stride, max(0, g.scales_offset), block_table.stride(0), g.num_blocks,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), *lse_strides,
@@ -284,21 +279,16 @@ def attend(
     )  # fmt: skip
     join = (
         num_seqs, out.stride(0), out.stride(1), *lse_strides,
-        work.sequences, work.starts, work.rows, work.lse, work.partial,
-        page, group, cut.tokens, cut.rows, cut.keys, tuning.prologue, parts, channels, REDUCE_CHUNK, each,
-        constants["DEPENDENT"],
+        work.sequences, work.starts, work.rows, work.lse, work.partial, page, *reduced.values(),
     )  # fmt: skip
-    options: dict[str, Any] = {"num_warps": warps}
-    if constants["DEPENDENT"]:
-        options["launch_pdl"] = True
-    grids = (count,), (tokens, heads // each, -(-g.v.head_dim // channels))
+    grids = (count,), (tokens, heads // reduced["HEADS"], -(-g.v.head_dim // reduced["CHANNELS"]))
     with _on(cache):
         staged = []
         if staging:
             call = (scale, softcap, num_seqs, *lse_strides)
             staged = _staged(cache, q, block_table, workspace, sinks, out, lse, g, staging, work, call, tuning)
         first = attend_kernel[grids[0]](cache, q, block_table, workspace, sinks, out, lse, *read, **tile_options(cut))
-        second = reduce_kernel[grids[1]](workspace, sinks, out, lse, *join, **options)
+        second = reduce_kernel[grids[1]](workspace, sinks, out, lse, *join, **reduce_options(reduced))
     _LAUNCHES.keep(key, tensors, pointers, g, [(first, grids[0], read), (second, grids[1], join), *staged])
 
 
@@ -363,15 +353,6 @@ def _page(g: LayerGeometry) -> Page:
 
 def _cut(g: LayerGeometry, q_heads: int, tokens: int, num_seqs: int, dtype: torch.dtype, tuning: Tuning) -> AttendCut:
     return AttendCut.of(g, q_heads, tokens, num_seqs, str(dtype).removeprefix("torch."), tuning)
-
-
-def _reduce_shape(g: LayerGeometry, cut: AttendCut, tokens: int, heads: int, programs: int) -> tuple[int, int, int]:
-    """(parts read at a time, channels a program, warps): an item's parts at once, more programs where rows are few."""
-    items = max(1, -(-tokens // cut.tokens) * g.num_kv_heads)
-    parts = min(MOST_PARTS, max(8, pow2(-(-programs // items) + 1)))
-    dim = pow2(g.v.head_dim)
-    channels = dim if tokens * heads >= MANY_ROWS else min(dim, max(16, REDUCED // parts))
-    return parts, channels, 1 if parts * channels <= 2 * REDUCED else 4
 
 
 def _item_bytes(layer: PageGeometry) -> int:

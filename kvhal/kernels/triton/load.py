@@ -51,11 +51,23 @@ def place(i, blocks, block_stride, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr)
 
 
 @triton.jit
-def load_keys(pages, page, inside, h, R: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, KEYS: tl.constexpr):
-    """Codes [KEYS, block] of one head's keys."""
+def load_keys(
+    pages,
+    page,
+    inside,
+    h,
+    R: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SLICE: tl.constexpr = 0,
+    SLICES: tl.constexpr = 1,
+):
+    """Codes [KEYS, block / SLICES] of one head's keys: slice SLICE of their channels."""
+    WIDTH: tl.constexpr = R.block // SLICES
     STEP: tl.constexpr = R.hi if R.tile_tokens > 1 else R.tile
     SHIFT: tl.constexpr = R.size - 1
-    channel = tl.arange(0, R.block)
+    channel = SLICE * WIDTH + tl.arange(0, WIDTH)
     token = tl.arange(0, UNIT)
     row = ((page + inside // R.tile_tokens * R.tile) >> SHIFT)[:, None, None] + (token * (STEP // R.size))[
         None, :, None
@@ -65,7 +77,7 @@ def load_keys(pages, page, inside, h, R: tl.constexpr, UNIT: tl.constexpr, UNITS
         codes = tl.load(pointers)
     else:
         codes = tl.load(pointers, mask=(channel < R.width)[None, None, :], other=0)
-    return tl.reshape(codes, [KEYS, R.block])
+    return tl.reshape(codes, [KEYS, WIDTH])
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from kvhal.kernels.triton.codec import load_float
 
-__all__ = ["REST", "query_columns", "query_rows", "rest_factor"]
+__all__ = ["REST", "afresh", "query_columns", "query_rows", "rest_factor", "sliced"]
 
 INFINITY = tl.constexpr(0x7F800000)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
@@ -83,6 +83,33 @@ def query_columns(
     if COLUMNS > ROWS:
         scale, _ = tl.split(tl.reshape(scale, [ROWS, 2]))
     return first, second, first_rest, second_rest, scale, total
+
+
+@triton.jit
+def sliced(x, SLICES: tl.constexpr):
+    """x [channels, COLUMNS] as a tuple of SLICES tensors [channels / SLICES, COLUMNS]."""
+    slices = (x,)
+    if SLICES > 1:
+        each = tl.reshape(x, [SLICES, x.shape[0] // SLICES, x.shape[1]])
+        which = tl.arange(0, SLICES)[:, None, None]
+        slices = ()
+        for n in tl.static_range(SLICES):
+            slices = slices + (tl.sum(tl.where(which == n, each, 0), axis=0).to(x.dtype),)  # noqa: RUF005  # Triton unpacks none
+    return slices
+
+
+@triton.jit
+def afresh(x, SLICES: tl.constexpr, CONVERSION: tl.constexpr):
+    """One of SLICES of a query, made an operand where it is used.
+
+    The compiler would make them all before the loop, in registers of all at once. It cannot move what has side effects,
+    which an empty instruction claims to have.
+    """
+    if SLICES > 1 and CONVERSION == "cast":
+        x = tl.inline_asm_elementwise(
+            "", "=v,0", [x], dtype=x.dtype, is_pure=False, pack=32 // x.dtype.primitive_bitwidth
+        )
+    return x
 
 
 @triton.jit

@@ -39,12 +39,15 @@ def reduce_kernel(
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
     HEADS: tl.constexpr,
+    ALIKE: tl.constexpr,
+    WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (token, h, i): CHANNELS channels of one row of the result of each of HEADS query heads.
+    """Program (token, i, j): CHANNELS channels of a token's result for HEADS query heads, ALIKE of one item at once.
 
-    A row of an unreadable sequence is NaN; a row that sees nothing, or that belongs to no sequence, is zero.
-    DEPENDENT: this grid may have started before attend's ended; what the step's schedule holds is older than both.
+    WIDTH: ALIKE rounded up to a power of two. A row of an unreadable sequence is NaN; a row that sees nothing, or that
+    belongs to no sequence, is zero. DEPENDENT: this grid may have started before attend's ended; what the step's
+    schedule holds is older than both.
     """
     token = tl.program_id(0)
     b = tl.load((workspace + rows_at).to(tl.pointer_type(tl.int32)) + token)
@@ -61,22 +64,22 @@ def reduce_kernel(
         tl.extra.cuda.gdc_wait()
     # `prefill` wrote the rows of staged sequences.
     if not staged:
-        for i in range(HEADS):
-            _row(
-                workspace, sinks, out, lse, token, tl.program_id(1) * HEADS + i, b, entry, known, first, queries,
-                length, o_token, o_head, lse_token, lse_head, starts_at, lse_at, partial_at,
-                P, GROUP, TOKENS, ROWS, KEYS, PROLOGUE, PARTS, CHANNELS, CHUNK,
+        for i in range(HEADS // ALIKE):
+            _rows(
+                workspace, sinks, out, lse, token, tl.program_id(1) * HEADS + i * ALIKE, b, entry, known, first,
+                queries, length, o_token, o_head, lse_token, lse_head, starts_at, lse_at, partial_at,
+                P, GROUP, TOKENS, ROWS, KEYS, PROLOGUE, PARTS, CHANNELS, CHUNK, ALIKE, WIDTH,
             )  # fmt: skip
 
 
 @triton.jit
-def _row(  # noqa: PLR0915  # top to bottom
+def _rows(  # noqa: PLR0915  # top to bottom
     workspace,
     sinks,
     out,
     lse,
     token,
-    head,
+    from_head,
     b,
     entry,
     known,
@@ -99,65 +102,72 @@ def _row(  # noqa: PLR0915  # top to bottom
     PARTS: tl.constexpr,
     CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
+    ALIKE: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """One row of the result: joined where several programs shared it, filled where none computed it."""
+    """ALIKE rows of the result that one item holds: joined where several programs shared it, filled where none did."""
     channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = channel < P.v.dim
-    one = tl.arange(0, 1)
-    to = out + token.to(tl.int64) * o_token + head.to(tl.int64) * o_head + channel
+    lane = tl.arange(0, WIDTH)
+    head = from_head + lane
+    valid = lane < ALIKE
+    inside = valid[:, None] & (channel < P.v.dim)[None, :]
+    to = out + token.to(tl.int64) * o_token + (head.to(tl.int64) * o_head)[:, None] + channel[None, :]
     lse_to = token.to(tl.int64) * lse_token + head * lse_head
+    is_first = valid & (tl.program_id(2) == 0)
     if known & (length > 0):
         header = workspace.to(tl.pointer_type(tl.int64))
         line = tl.load(header)
         programs = tl.load(header + 1)
         item = (token - first) // TOKENS
         before = tl.zeros([CHUNK], tl.int64)
-        lane = tl.arange(0, CHUNK)
+        each = tl.arange(0, CHUNK)
         for start in range(0, item, CHUNK):
-            low, high = item_tiles((start + lane) * TOKENS, queries, length, TOKENS, KEYS, P.window)
-            before += tl.where(start + lane < item, high - low + PROLOGUE, 0).to(tl.int64)
+            low, high = item_tiles((start + each) * TOKENS, queries, length, TOKENS, KEYS, P.window)
+            before += tl.where(start + each < item, high - low + PROLOGUE, 0).to(tl.int64)
         low, high = item_tiles(item * TOKENS, queries, length, TOKENS, KEYS, P.window)
         cost = tl.load(entry + 3).to(tl.int64)
         sequence_start = tl.load((workspace + starts_at).to(tl.pointer_type(tl.int64)) + b)
-        start = sequence_start * P.heads + (head // GROUP) * cost + tl.sum(before, axis=0)
+        start = sequence_start * P.heads + (from_head // GROUP) * cost + tl.sum(before, axis=0)
         # The programs that hold this item's first and last tile of keys.
         w0 = ((start + PROLOGUE + 1) * programs - 1) // line
         w1 = ((start + PROLOGUE + high - low) * programs - 1) // line
         if w1 > w0:
             row = (token - first) % TOKENS * GROUP + head % GROUP
             part = tl.arange(0, PARTS)
-            top = tl.full([1], -3.0e38, tl.float32)
-            weight = tl.zeros([1], tl.float32)
-            total = tl.zeros([CHANNELS], tl.float32)
+            top = tl.full([WIDTH], -3.0e38, tl.float32)
+            weight = tl.zeros([WIDTH], tl.float32)
+            total = tl.zeros([WIDTH, CHANNELS], tl.float32)
             for w in range(w0.to(tl.int32), w1.to(tl.int32) + 1, PARTS):
-                there = w + part <= w1
+                there = (w + part <= w1)[:, None] & valid[None, :]
                 slot = 2 * (w + part).to(tl.int64) + (w + part == w0).to(tl.int64)
-                place = slot * ROWS + row
+                place = (slot * ROWS)[:, None] + row[None, :]
                 e = tl.load((workspace + lse_at).to(tl.pointer_type(tl.float32)) + place, mask=there, other=0.0)
                 e = tl.where(there, e, float("-inf"))
                 y = tl.load(
                     (workspace + partial_at).to(tl.pointer_type(tl.float32))
-                    + (place * P.v.dim)[:, None]
-                    + channel[None, :],
-                    mask=there[:, None] & inside[None, :],
+                    + (place * P.v.dim)[:, :, None]
+                    + channel[None, None, :],
+                    mask=there[:, :, None] & (channel < P.v.dim)[None, None, :],
                     other=0.0,
                 )
                 highest = tl.maximum(top, tl.max(e, axis=0))
-                share = tl.exp2(e - highest)
+                share = tl.exp2(e - highest[None, :])
                 shrink = tl.exp2(top - highest)
-                total = total * shrink + tl.sum(y * share[:, None], axis=0)
+                total = total * shrink[:, None] + tl.sum(y * share[:, :, None], axis=0)
                 weight = weight * shrink + tl.sum(share, axis=0)
                 top = highest
-            factor, natural = finish(top + tl.log2(weight), sinks, head + one, one == 0)
-            write_row(to, total / tl.where(weight == 0.0, 1.0, weight) * factor, inside)
+            factor, natural = finish(top + tl.log2(weight), sinks, head, valid)
+            share = factor / tl.where(weight == 0.0, 1.0, weight)
+            write_row(to, total * share[:, None], inside)
             if lse is not None:
-                tl.store(lse + lse_to + one, natural, mask=(one == 0) & (tl.program_id(2) == 0))
+                tl.store(lse + lse_to, natural, mask=is_first)
     else:
         unreadable = known & (length < 0)
         value = tl.where(unreadable, float("nan"), 0.0)
-        write_row(to, tl.zeros([CHANNELS], tl.float32) + value, inside)
+        write_row(to, tl.zeros([WIDTH, CHANNELS], tl.float32) + value, inside)
         if lse is not None:
-            natural = tl.zeros([1], tl.float32) + tl.where(unreadable, float("nan"), float("-inf"))
+            natural = tl.zeros([WIDTH], tl.float32) + tl.where(unreadable, float("nan"), float("-inf"))
             if sinks is not None:
-                natural = tl.where(known & (length == 0), tl.load(sinks + head + one), natural)
-            tl.store(lse + lse_to + one, natural, mask=(one == 0) & (tl.program_id(2) == 0))
+                sink = tl.load(sinks + head, mask=valid, other=0.0)
+                natural = tl.where(known & (length == 0), sink.to(tl.float32), natural)
+            tl.store(lse + lse_to, natural, mask=is_first)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,8 @@ __all__ = [
     "attend_constants",
     "hardware_of",
     "prefill_constants",
+    "reduce_constants",
+    "reduce_options",
     "stage_constants",
     "stage_options",
     "store_options",
@@ -38,6 +41,16 @@ STAGE_WARPS = 4
 # Longer rows need the registers.
 CAPPED_CHANNELS = 128
 SCHEDULE_CHUNK = 64
+REDUCE_CHUNK = 32
+# Reduction: most parts and most elements read at a time; rows of the result from which one program serves a whole row,
+# and from which it serves several heads of an item, whose place it then works out once.
+MOST_PARTS = 256
+REDUCED = 1024
+MANY_ROWS = 1024
+SHARED_ROWS = int(os.environ.get("RED_ROWS", 4096))
+ITEM_HEADS = int(os.environ.get("RED_MOST", 4))
+# Query heads a program of the reduction serves, where most have nothing to join.
+PROMPT_HEADS = 8
 
 
 def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tuning, *, softcap: bool) -> dict[str, Any]:
@@ -48,6 +61,7 @@ def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tunin
         "ROWS": cut.rows,
         "COLUMNS": cut.columns,
         "PAIRS": cut.pairs,
+        "SLICES": cut.slices,
         "MANY": cut.many,
         "KEYS": cut.keys,
         # So many sums a warp need nothing of other threads.
@@ -61,6 +75,53 @@ def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tunin
         "FULL": INTERPRETED,
         "DEPENDENT": tuning.dependent and not INTERPRETED,
     }
+
+
+def reduce_constants(
+    g: LayerGeometry, num_q_heads: int, cut: AttendCut, tokens: int, programs: int, tuning: Tuning, *, is_prompt: bool
+) -> dict[str, Any]:
+    """The compile-time constants of `reduce_kernel` after P, in its order.
+
+    is_prompt: few of the rows are shared by programs. An item's parts are read at once where one program serves little
+    else; where rows are few, more programs share each.
+    """
+    group, rows = num_q_heads // g.num_kv_heads, tokens * num_q_heads
+    if is_prompt:
+        alike = _divisor(group, PROMPT_HEADS)
+        heads = alike * (_divisor(g.num_kv_heads, PROMPT_HEADS // group) if alike == group else 1)
+    else:
+        heads = alike = _divisor(group, ITEM_HEADS) if rows >= SHARED_ROWS else 1
+    dim, width = pow2(g.v.head_dim), pow2(alike)
+    items = max(1, -(-tokens // cut.tokens) * g.num_kv_heads)
+    parts = min(MOST_PARTS, max(8, pow2(-(-programs // items) + 1)))
+    if width > 1:
+        parts = max(1, min(parts, 2 * REDUCED // (dim * width)))
+    return {
+        "GROUP": group,
+        "TOKENS": cut.tokens,
+        "ROWS": cut.rows,
+        "KEYS": cut.keys,
+        "PROLOGUE": tuning.prologue,
+        "PARTS": parts,
+        "CHANNELS": dim if rows >= MANY_ROWS else min(dim, max(16, REDUCED // parts)),
+        "CHUNK": REDUCE_CHUNK,
+        "HEADS": heads,
+        "ALIKE": alike,
+        "WIDTH": width,
+        "DEPENDENT": tuning.dependent and not INTERPRETED,
+    }
+
+
+def _divisor(n: int, most: int) -> int:
+    """The largest divisor of `n` up to `most`."""
+    return next(d for d in range(most, 0, -1) if n % d == 0)
+
+
+def reduce_options(constants: Mapping[str, Any]) -> dict[str, Any]:
+    """What Triton is told beside the `constants` of `reduce_kernel`."""
+    held = constants["PARTS"] * constants["CHANNELS"] * constants["WIDTH"]
+    options: dict[str, Any] = {"num_warps": 1 if held <= 2 * REDUCED else 4}
+    return options | {"launch_pdl": True} if constants["DEPENDENT"] else options
 
 
 def prefill_constants(g: LayerGeometry, group: int, tile: Tile, *, softcap: bool) -> dict[str, Any]:

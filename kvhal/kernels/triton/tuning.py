@@ -57,6 +57,7 @@ class Tuning:
     decode (items of up to 8 rows), verify (more rows; up to 8 queries a sequence), prefill: (family of encodings, Tile)
     pairs; none means the default's. Items that one tile's warps could not hold get more warps or shorter tiles.
     columns: the least columns of a matrix product. pad_weights: pad the weights of V to `columns` (AMD matrix cores).
+    slice_bytes: bytes of a query's row that are a matrix operand at once, 0 for all of it (few rows, AMD).
     warp_holds: what a warp's registers hold, as a multiple of what they do on sm_90. conversion: how int8 and int4
     codes become fp16. hardware: encodings whose conversion instructions are proven equal to the codec. verify_rows,
     prefill_rows, careful_rows: most rows of the result an item has (the last: of prefill where V may hold NaN).
@@ -75,6 +76,7 @@ class Tuning:
     prefill: tuple[tuple[str, Tile], ...] = ()
     columns: int = NARROW
     pad_weights: bool = False
+    slice_bytes: int = 0
     warp_holds: int = 1
     conversion: str = "arithmetic"
     hardware: tuple[str, ...] = ()

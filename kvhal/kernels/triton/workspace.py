@@ -32,6 +32,8 @@ REGISTERS_A_SCHEDULER = 16384
 RESERVED_BYTES = 1024
 # Fewer single-warp programs than this do not keep memory busy (measured on sm_90): rather load fewer tiles ahead.
 ENOUGH_WARPS = 8
+# Encodings whose product with the query is one of integers.
+INTEGERS = ("int8", "int4")
 DTYPES = ("float32", "bfloat16", "float16")
 # What one warp holds without spilling (compiled for sm_90): bytes of a tile of K or V, rows x channels of the result,
 # keys x columns of scores.
@@ -56,8 +58,8 @@ class AttendCut:
     """How one call is cut. rows: columns of the result an item has, a power of two; columns: of the score product.
 
     many: computed by `many_rows`, else by `few_rows`. tokens: queries an item. pairs: queries are split in two parts,
-    which are two columns a row or, with as many columns as rows, two products. at_once: programs that run on a
-    multiprocessor at once, 0 if nothing says how many.
+    which are two columns a row or, with as many columns as rows, two products. slices: of channels, multiplied one
+    after another. at_once: programs that run on a multiprocessor at once, 0 if nothing says how many.
     """
 
     prefill: bool
@@ -66,6 +68,7 @@ class AttendCut:
     rows: int
     columns: int
     pairs: bool
+    slices: int
     keys: int
     num_warps: int
     num_stages: int
@@ -121,11 +124,12 @@ class AttendCut:
         rows = columns // beside
         shape = _Shape(g, dim, rows, columns, pairs=pairs, prefill=prefill, many=many)
         tile = shape.fitted(tile, tuning, is_own=own is not None)
+        slices = 1 if many else _slices(g, tuning)
         partial = 4 * rows * (g.v.head_dim + 1)
         slots = 2 * max(1, min(tuning.max_programs, PARTIAL_BYTES // (2 * partial)))
         return cls(
-            prefill, many, tokens, rows, columns, pairs, tile.keys, tile.num_warps, tile.num_stages, tile.maxnreg,
-            slots, shape.at_once(tile, tuning),
+            prefill, many, tokens, rows, columns, pairs, slices, tile.keys, tile.num_warps, tile.num_stages,
+            tile.maxnreg, slots, shape.at_once(tile, tuning),
         )  # fmt: skip
 
     def programs(
@@ -195,7 +199,7 @@ class _Shape:
             return 0
         ahead = max(1, tile.num_stages - 1) * (_tile_bytes(self.g, tile.keys) + 8 * tile.keys)
         parts = 2 if self.pairs and self.columns == self.rows else 1
-        itemsize = 1 if self.g.k.encoding.name in ("int8", "int4") else 2
+        itemsize = 1 if self.g.k.encoding.name in INTEGERS else 2
         query = parts * self.columns * pow2(self.g.k.head_dim) * itemsize
         held = ahead + query + 2 * tile.keys * self.rows + RESERVED_BYTES
         warps = (tuning.shared_bytes + RESERVED_BYTES) // held * tile.num_warps
@@ -328,9 +332,16 @@ def _is_row_major(g: LayerGeometry) -> bool:
     return g.v.codes.shape[4] == 1
 
 
+def _slices(g: LayerGeometry, tuning: Tuning) -> int:
+    """In how many slices of `tuning.slice_bytes` a query's row is multiplied."""
+    width = g.k.head_dim // 2 if g.k.encoding.name == "int4" else g.k.head_dim
+    itemsize = 1 if g.k.encoding.name in INTEGERS else 2
+    return max(1, pow2(width) * itemsize // tuning.slice_bytes) if tuning.slice_bytes else 1
+
+
 def needs_pairs(encoding: str, dtype: str) -> bool:
     """Whether q must be split in two to keep its precision in the product with keys of `encoding`."""
-    if encoding in ("int8", "int4"):
+    if encoding in INTEGERS:
         return True
     return dtype == "float32" or (encoding == "bfloat16" and dtype != "bfloat16")
 
