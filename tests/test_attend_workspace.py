@@ -43,8 +43,11 @@ def test_no_call_within_the_plan_needs_more(mode: str, tuning: Tuning) -> None:
                     assert AttendWorkspace.of(cut, dim, tokens, seqs).nbytes <= reserved, (group, dim, tokens, seqs)
 
 
-def geometry(mode: str, kind: str = "tiled") -> LayerGeometry:
-    spec = CacheSpec.uniform(mode=mode, num_layers=1, num_kv_heads=8, head_dim=128, num_q_heads=32)
+def geometry(mode: str, kind: str = "tiled", dim: int = 128) -> LayerGeometry:
+    scale = 1.0 if mode == "fp8_e4m3" else None
+    spec = CacheSpec.uniform(
+        mode=mode, num_layers=1, num_kv_heads=8, head_dim=dim, num_q_heads=32, k_scale=scale, v_scale=scale
+    )
     return LayerGeometry.of(Layout.of(spec, 4, kind=kind), 0)
 
 
@@ -77,6 +80,44 @@ def test_inline_pages_have_their_own_tile_where_one_is_given() -> None:
     )
     assert (tiled.many, tiled.keys, tiled.num_warps, tiled.rows) == (True, 64, 8, 64)
     assert (inline.many, inline.keys, inline.num_warps, inline.rows) == (False, 32, 4, 16)
+
+
+def test_long_heads_have_their_own_tile_where_one_is_given() -> None:
+    own = Tile(16, num_warps=4, inline=Tile(32, num_warps=8))
+    tuning = replace(DEFAULT, columns=16, decode=tiles(int8=Tile(64, long=own)))
+    cuts = {
+        (dim, kind): AttendCut.of(geometry("int8_per_token_head", kind, dim), 32, 1, 1, "bfloat16", tuning)
+        for dim, kind in ((128, "tiled"), (136, "tiled"), (256, "tiled"), (256, "inline"))
+    }
+    assert {key: (cut.keys, cut.num_warps) for key, cut in cuts.items()} == {
+        (128, "tiled"): (64, 1),
+        (136, "tiled"): (16, 4),
+        (256, "tiled"): (16, 4),
+        (256, "inline"): (16, 8),
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "dim", "slices"),
+    [
+        ("bfloat16", 256, 8),
+        ("bfloat16", 64, 2),
+        ("bfloat16", 8, 1),
+        ("fp8_e4m3", 136, 8),
+        ("int8_per_token_head", 64, 2),
+        ("int4_per_token_head", 128, 2),
+        ("int4_per_token_head", 32, 1),
+    ],
+)
+def test_queries_are_cut_in_slices_that_a_matrix_product_takes(mode: str, dim: int, slices: int) -> None:
+    tuning = replace(DEFAULT, decode=tuple((family, Tile(32, slices=8)) for family in FAMILIES))
+    assert AttendCut.of(geometry(mode, dim=dim), 32, 1, 1, "bfloat16", tuning).slices == slices
+
+
+@pytest.mark.parametrize("slices", [0, 3, -2])
+def test_slices_are_a_power_of_two(slices: int) -> None:
+    with pytest.raises(ConfigError, match=f"{slices} slices"):
+        Tile.parse({"slices": slices})
 
 
 def test_many_rows_are_padded_to_the_rows_of_the_tile() -> None:

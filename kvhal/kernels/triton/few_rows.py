@@ -81,7 +81,7 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
 ):
     """Tiles `begin` to `end` of one item: (result [block, ROWS], its second half for int4, log-sum-exp to base 2).
 
-    SLICES: the channels of queries and keys are multiplied in so many slices, of which one is in registers at a time.
+    SLICES: the channels of queries and keys are multiplied in so many slices, one of them in registers at a time.
     SUMS: sums over keys are kept in so many parts.
     """
     K: tl.constexpr = P.k
@@ -229,7 +229,7 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     if INTEGER:
         product = tl.zeros([KEYS, COLUMNS], tl.int32)
         for n in tl.static_range(SLICES):
-            q, q2 = afresh(q_first[n], SLICES, CONVERSION), afresh(q_second[n], SLICES, CONVERSION)
+            q, q2 = afresh(q_first[n], i, SLICES, CONVERSION), afresh(q_second[n], i, SLICES, CONVERSION)
             product = _integer_product(k[n], q, q2, product, K, CONVERSION)
         if TWICE:
             product = product * REST
@@ -245,7 +245,7 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
             product = product * (1.0 / rest_factor(K))
         for n in tl.static_range(SLICES):
             keys = float_operand(k[n], K, HARDWARE_K, FULL, False)
-            product = tl.dot(keys, afresh(q_first[n], SLICES, CONVERSION), product, input_precision="ieee")
+            product = tl.dot(keys, afresh(q_first[n], i, SLICES, CONVERSION), product, input_precision="ieee")
     score = product
     if COLUMNS > ROWS:
         high, low = tl.split(tl.reshape(product, [KEYS, ROWS, 2]))

@@ -47,8 +47,8 @@ REDUCE_CHUNK = 32
 MOST_PARTS = 256
 REDUCED = 1024
 MANY_ROWS = 1024
-SHARED_ROWS = int(os.environ.get("RED_ROWS", 4096))
-ITEM_HEADS = int(os.environ.get("RED_MOST", 4))
+SHARED_ROWS = 4096
+ITEM_HEADS = 4
 # Query heads a program of the reduction serves, where most have nothing to join.
 PROMPT_HEADS = 8
 

@@ -24,7 +24,8 @@ class Tile:
 
     rows: most rows an item has, 0 for what the tuning says. many: computed by `many_rows` (then padded to `rows`), else
     by `few_rows`; None for what is usual: prefill is. inline: the tile where V lies in rows (inline pages); None for
-    this one, cut shorter by a rule.
+    this one, cut shorter by a rule. long: the tile for heads of more than 128 channels; None for this one. slices:
+    `few_rows` multiplies queries by so many slices of their channels, a power of two; more take fewer registers.
     """
 
     keys: int = 32
@@ -34,15 +35,20 @@ class Tile:
     rows: int = 0
     many: bool | None = None
     inline: Tile | None = None
+    long: Tile | None = None
+    slices: int = 1
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Tile:
-        """A tile of `tuning.yaml`. Raises ConfigError for an unknown key."""
+        """A tile of `tuning.yaml`. Raises ConfigError for an unknown key or slices that are no power of two."""
         unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
             raise ConfigError(f"a tile of a tuning names {unknown!r}; known: {[f.name for f in fields(cls)]!r}")
-        inline = values.get("inline")
-        return cls(**{**values, "inline": None if inline is None else cls.parse(inline)})
+        slices = values.get("slices", 1)
+        if slices < 1 or slices & (slices - 1):
+            raise ConfigError(f"a tile of a tuning asks for {slices} slices; give a power of two")
+        others = {name: cls.parse(values[name]) for name in ("inline", "long") if values.get(name) is not None}
+        return cls(**{**values, **others})
 
 
 STAGED = Tile(64, num_warps=4, num_stages=2, rows=64)
@@ -57,7 +63,6 @@ class Tuning:
     decode (items of up to 8 rows), verify (more rows; up to 8 queries a sequence), prefill: (family of encodings, Tile)
     pairs; none means the default's. Items that one tile's warps could not hold get more warps or shorter tiles.
     columns: the least columns of a matrix product. pad_weights: pad the weights of V to `columns` (AMD matrix cores).
-    slice_bytes: bytes of a query's row that are a matrix operand at once, 0 for all of it (few rows, AMD).
     warp_holds: what a warp's registers hold, as a multiple of what they do on sm_90. conversion: how int8 and int4
     codes become fp16. hardware: encodings whose conversion instructions are proven equal to the codec. verify_rows,
     prefill_rows, careful_rows: most rows of the result an item has (the last: of prefill where V may hold NaN).
@@ -76,7 +81,6 @@ class Tuning:
     prefill: tuple[tuple[str, Tile], ...] = ()
     columns: int = NARROW
     pad_weights: bool = False
-    slice_bytes: int = 0
     warp_holds: int = 1
     conversion: str = "arithmetic"
     hardware: tuple[str, ...] = ()

@@ -48,6 +48,7 @@ MANY_ACCUMULATED = 16384
 MANY_CHANNELS = 128
 MOST_REGISTERS = 255
 SMALL_HEAD = 64
+LEAST_SLICE = 32
 MOST_KEYS = 64
 SHORT_KEYS = 16
 DECODE_ROWS = 8
@@ -103,6 +104,8 @@ class AttendCut:
         # By the rows asked for: padding them to a matrix instruction's columns makes no verification of a decode step.
         phase = phase_of(pow2(group * _tokens(each, min(tuning.verify_rows, cap), group)), prefill=prefill)
         usual = tuning.tile(_family(g), phase)
+        if dim > MANY_CHANNELS:
+            usual = usual.long or usual
         own = usual.inline if _is_row_major(g) else None
         tile = own or usual
         # A bfloat16 key keeps the precision of other queries only in pairs.
@@ -124,7 +127,7 @@ class AttendCut:
         rows = columns // beside
         shape = _Shape(g, dim, rows, columns, pairs=pairs, prefill=prefill, many=many)
         tile = shape.fitted(tile, tuning, is_own=own is not None)
-        slices = 1 if many else _slices(g, tuning)
+        slices = 1 if many else _slices(g, tile)
         partial = 4 * rows * (g.v.head_dim + 1)
         slots = 2 * max(1, min(tuning.max_programs, PARTIAL_BYTES // (2 * partial)))
         return cls(
@@ -332,11 +335,9 @@ def _is_row_major(g: LayerGeometry) -> bool:
     return g.v.codes.shape[4] == 1
 
 
-def _slices(g: LayerGeometry, tuning: Tuning) -> int:
-    """In how many slices of `tuning.slice_bytes` a query's row is multiplied."""
-    width = g.k.head_dim // 2 if g.k.encoding.name == "int4" else g.k.head_dim
-    itemsize = 1 if g.k.encoding.name in INTEGERS else 2
-    return max(1, pow2(width) * itemsize // tuning.slice_bytes) if tuning.slice_bytes else 1
+def _slices(g: LayerGeometry, tile: Tile) -> int:
+    """In how many slices a query's row is multiplied: none of less than LEAST_SLICE codes of keys."""
+    return max(1, min(tile.slices, pow2(g.k.codes.shape[3]) // LEAST_SLICE))
 
 
 def needs_pairs(encoding: str, dtype: str) -> bool:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvhal.errors import AddressError, SpecMismatch
 from kvhal.kernels import operators
-from kvhal.kernels.triton import launch
+from kvhal.kernels.triton import launch, specialise
+from kvhal.kernels.triton.tuning import FAMILIES, Tile, Tuning
 from kvhal.kernels.triton.workspace import triton_workspace_bytes
 from tests.kernels import oracle
 from tests.kernels.oracle import MODES, make
@@ -20,6 +21,8 @@ from tests.kernels.test_attend import BOUND, Batch
 
 assert operators.SCHEMAS
 KINDS = ("tiled", "inline")
+TILES = tuple((family, Tile(32, slices=8)) for family in FAMILIES)
+SLICED, WORKSPACE = Tuning(decode=TILES, verify=TILES), 1 << 24
 ROW_MODES = ["int8_per_token_head", "int4_per_token_head", "fp8_per_token_head"]
 
 
@@ -62,6 +65,35 @@ def check(one: Batch, **given: Any) -> None:
 def test_decode(mode: str, encoding: str | None, kind: str) -> None:
     cache = make(mode, encoding, kind=kind, blocks=24, dim=64, dim_v=48, k_scale=0.02, v_scale=0.02)
     check(Batch(cache, [5, 100, 0, 64], [1, 1, 1, 1], q_heads=6, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("group", "alike"), [(4, 4), (3, 3), (8, 4), (7, 1)])
+@pytest.mark.parametrize("mode", ["int8_per_token_head", "int4_per_token_head", "bfloat16"])
+def test_heads_of_an_item_are_joined_at_once(
+    mode: str, group: int, alike: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of large batches; sequences that have nothing to read, and rows of none, among them."""
+    monkeypatch.setattr(specialise, "SHARED_ROWS", 1)
+    shapes, of = [], specialise.reduce_constants
+    monkeypatch.setattr(launch, "reduce_constants", lambda *a, **k: shapes.append(of(*a, **k)) or shapes[-1])
+    cache = make(mode, blocks=32, dim=32, dim_v=24)
+    for queries in ([1, 1, 1, 1], [2, 1, 3, 2]):
+        one = Batch(cache, [100, 3, 0, 200] if queries[0] == 1 else [100, 3, 7, 200], queries, q_heads=2 * group)
+        check(one, sinks=torch.linspace(-1.0, 1.0, 2 * group))
+    assert {shape["HEADS"] for shape in shapes} == {alike}
+
+
+@pytest.mark.parametrize(("mode", "encoding"), MODES)
+def test_long_queries_are_multiplied_in_slices(
+    mode: str, encoding: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head size that is no power of two leaves the last ones empty."""
+    monkeypatch.setattr(launch, "tuning_of", lambda _: SLICED)
+    for dim in (64, 160):
+        cache = make(mode, encoding, blocks=16, heads=1, dim=dim, dim_v=32, k_scale=0.02, v_scale=0.02)
+        for queries in (1, 3):
+            one = Batch(cache, [100, 40], [queries, 1], q_heads=3, dtype=torch.bfloat16)
+            check(one, workspace=torch.full((WORKSPACE,), 0xFF, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
