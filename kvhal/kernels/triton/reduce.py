@@ -58,26 +58,30 @@ def reduce_kernel(
     length = tl.load(entry + 2)
     # Where query_starts make no sense a row's sequence may be left over from another call.
     known = known & (token >= first) & (token < first + queries)
-    staged = known & (tl.load(entry + 6) >= 0)
-    if DEPENDENT:
+    # `prefill` wrote the rows of staged sequences.
+    if tl.where(known, tl.load(entry + 6), -1) < 0:
+        for i in range(HEADS // ALIKE):
+            from_head = tl.program_id(1) * HEADS + i * ALIKE
+            # All this is the schedule's, and needs not wait for attend.
+            w0, w1 = _programs(
+                workspace, token, from_head, b, entry, known, first, queries, length, starts_at,
+                P, GROUP, TOKENS, KEYS, PROLOGUE, CHUNK,
+            )  # fmt: skip
+            if DEPENDENT:
+                tl.extra.cuda.gdc_wait()
+            _rows(
+                workspace, sinks, out, lse, token, from_head, w0, w1, known, first, length,
+                o_token, o_head, lse_token, lse_head, lse_at, partial_at,
+                P, GROUP, TOKENS, ROWS, PARTS, CHANNELS, ALIKE, WIDTH,
+            )  # fmt: skip
+    elif DEPENDENT:
         # In every program, or this grid could end, and the next kernel start, while attend still runs.
         tl.extra.cuda.gdc_wait()
-    # `prefill` wrote the rows of staged sequences.
-    if not staged:
-        for i in range(HEADS // ALIKE):
-            _rows(
-                workspace, sinks, out, lse, token, tl.program_id(1) * HEADS + i * ALIKE, b, entry, known, first,
-                queries, length, o_token, o_head, lse_token, lse_head, starts_at, lse_at, partial_at,
-                P, GROUP, TOKENS, ROWS, KEYS, PROLOGUE, PARTS, CHANNELS, CHUNK, ALIKE, WIDTH,
-            )  # fmt: skip
 
 
 @triton.jit
-def _rows(  # noqa: PLR0915  # top to bottom
+def _programs(
     workspace,
-    sinks,
-    out,
-    lse,
     token,
     from_head,
     b,
@@ -86,34 +90,17 @@ def _rows(  # noqa: PLR0915  # top to bottom
     first,
     queries,
     length,
-    o_token,
-    o_head,
-    lse_token,
-    lse_head,
     starts_at,
-    lse_at,
-    partial_at,
     P: tl.constexpr,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     PROLOGUE: tl.constexpr,
-    PARTS: tl.constexpr,
-    CHANNELS: tl.constexpr,
     CHUNK: tl.constexpr,
-    ALIKE: tl.constexpr,
-    WIDTH: tl.constexpr,
 ):
-    """ALIKE rows of the result that one item holds: joined where several programs shared it, filled where none did."""
-    channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    lane = tl.arange(0, WIDTH)
-    head = from_head + lane
-    valid = lane < ALIKE
-    inside = valid[:, None] & (channel < P.v.dim)[None, :]
-    to = out + token.to(tl.int64) * o_token + (head.to(tl.int64) * o_head)[:, None] + channel[None, :]
-    lse_to = token.to(tl.int64) * lse_token + head * lse_head
-    is_first = valid & (tl.program_id(2) == 0)
+    """The programs that hold the first and the last tile of a token's item for a head; 0 and 0 where there is none."""
+    w0 = tl.zeros([1], tl.int64)
+    w1 = w0
     if known & (length > 0):
         header = workspace.to(tl.pointer_type(tl.int64))
         line = tl.load(header)
@@ -128,16 +115,56 @@ def _rows(  # noqa: PLR0915  # top to bottom
         cost = tl.load(entry + 3).to(tl.int64)
         sequence_start = tl.load((workspace + starts_at).to(tl.pointer_type(tl.int64)) + b)
         start = sequence_start * P.heads + (from_head // GROUP) * cost + tl.sum(before, axis=0)
-        # The programs that hold this item's first and last tile of keys.
-        w0 = ((start + PROLOGUE + 1) * programs - 1) // line
-        w1 = ((start + PROLOGUE + high - low) * programs - 1) // line
+        w0 += ((start + PROLOGUE + 1) * programs - 1) // line
+        w1 += ((start + PROLOGUE + high - low) * programs - 1) // line
+    return tl.max(w0, axis=0).to(tl.int32), tl.max(w1, axis=0).to(tl.int32)
+
+
+@triton.jit
+def _rows(
+    workspace,
+    sinks,
+    out,
+    lse,
+    token,
+    from_head,
+    w0,
+    w1,
+    known,
+    first,
+    length,
+    o_token,
+    o_head,
+    lse_token,
+    lse_head,
+    lse_at,
+    partial_at,
+    P: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ALIKE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """ALIKE rows of the result that one item holds: joined where several programs shared it, filled where none did."""
+    channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
+    lane = tl.arange(0, WIDTH)
+    head = from_head + lane
+    valid = lane < ALIKE
+    inside = valid[:, None] & (channel < P.v.dim)[None, :]
+    to = out + token.to(tl.int64) * o_token + (head.to(tl.int64) * o_head)[:, None] + channel[None, :]
+    lse_to = token.to(tl.int64) * lse_token + head * lse_head
+    is_first = valid & (tl.program_id(2) == 0)
+    if known & (length > 0):
         if w1 > w0:
             row = (token - first) % TOKENS * GROUP + head % GROUP
             part = tl.arange(0, PARTS)
             top = tl.full([WIDTH], -3.0e38, tl.float32)
             weight = tl.zeros([WIDTH], tl.float32)
             total = tl.zeros([WIDTH, CHANNELS], tl.float32)
-            for w in range(w0.to(tl.int32), w1.to(tl.int32) + 1, PARTS):
+            for w in range(w0, w1 + 1, PARTS):
                 there = (w + part <= w1)[:, None] & valid[None, :]
                 slot = 2 * (w + part).to(tl.int64) + (w + part == w0).to(tl.int64)
                 place = (slot * ROWS)[:, None] + row[None, :]
