@@ -93,7 +93,7 @@ def test_long_heads_have_their_own_tile_where_one_is_given() -> None:
         (128, "tiled"): (64, 1),
         (136, "tiled"): (16, 4),
         (256, "tiled"): (16, 4),
-        (256, "inline"): (16, 8),
+        (256, "inline"): (32, 8),
     }
 
 

@@ -269,6 +269,15 @@ def test_inline_takes_any_block_size(block_size: int) -> None:
     check(Batch(cache, [150, 7], [3, 7], q_heads=4))
 
 
+@pytest.mark.parametrize(("heads", "group"), [(2, 8), (4, 3), (2, 7)])
+@pytest.mark.parametrize("mode", ["int8_per_token_head", "int4_per_token_head", "bfloat16"])
+def test_many_sequences_with_a_few_queries(mode: str, heads: int, group: int) -> None:
+    """More than 4,096 rows, whose parts are joined several heads at once; one sequence is shared by many programs."""
+    lengths, queries = [9000, *range(3, 181)], [2, *(1 + n % 4 for n in range(178))]
+    cache = make(mode, blocks=1700, heads=heads, dim=64, dim_v=48)
+    check(Batch(cache, lengths, queries, q_heads=heads * group), sinks=torch.linspace(-1.0, 1.0, heads * group))
+
+
 def test_long_ragged_batch() -> None:
     lengths = [0, 1, 9000, 17, 4096, 31, 333, 2048]
     for mode in ("int8_per_token_head", "int4_per_token_head", "fp8_per_token_head", "bfloat16"):

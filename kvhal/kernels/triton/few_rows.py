@@ -217,9 +217,9 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     UNITS: tl.constexpr = KEYS // UNIT
     TWICE: tl.constexpr = PAIRS and COLUMNS == ROWS
     page, inside = place(i, blocks, block_stride, BLOCK_SIZE, KEYS)
-    k = ()
-    for n in tl.static_range(SLICES):
-        k = k + (load_keys(pages, page, inside, h, K, UNIT, UNITS, KEYS, n, SLICES),)  # noqa: RUF005  # Triton unpacks none
+    k = tl.zeros([1], tl.uint8)
+    if SLICES == 1:
+        k = load_keys(pages, page, inside, h, K, UNIT, UNITS, KEYS)
     v = load_values(pages, page, inside, h, V, UNIT, UNITS, KEYS)
     if P.k.scaling == "row":
         k_word = load_words(pages, page, inside, h, K, UNIT, UNITS, KEYS)
@@ -229,22 +229,26 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     if INTEGER:
         product = tl.zeros([KEYS, COLUMNS], tl.int32)
         for n in tl.static_range(SLICES):
+            codes = _slice(k, pages, page, inside, h, K, UNIT, UNITS, KEYS, n, SLICES)
             q, q2 = afresh(q_first[n], i, SLICES, CONVERSION), afresh(q_second[n], i, SLICES, CONVERSION)
-            product = _integer_product(k[n], q, q2, product, K, CONVERSION)
+            product = _integer_product(codes, q, q2, product, K, CONVERSION)
         if TWICE:
             product = product * REST
             for n in tl.static_range(SLICES):
-                product = _integer_product(k[n], q_first_rest[n], q_second_rest[n], product, K, CONVERSION)
+                codes = _slice(k, pages, page, inside, h, K, UNIT, UNITS, KEYS, n, SLICES)
+                product = _integer_product(codes, q_first_rest[n], q_second_rest[n], product, K, CONVERSION)
         product = product.to(tl.float32)
     else:
         product = tl.zeros([KEYS, COLUMNS], tl.float32)
         if TWICE:
             for n in tl.static_range(SLICES):
-                keys = float_operand(k[n], K, HARDWARE_K, FULL, False)
+                codes = _slice(k, pages, page, inside, h, K, UNIT, UNITS, KEYS, n, SLICES)
+                keys = float_operand(codes, K, HARDWARE_K, FULL, False)
                 product = tl.dot(keys, q_first_rest[n], product, input_precision="ieee")
             product = product * (1.0 / rest_factor(K))
         for n in tl.static_range(SLICES):
-            keys = float_operand(k[n], K, HARDWARE_K, FULL, False)
+            codes = _slice(k, pages, page, inside, h, K, UNIT, UNITS, KEYS, n, SLICES)
+            keys = float_operand(codes, K, HARDWARE_K, FULL, False)
             product = tl.dot(keys, afresh(q_first[n], i, SLICES, CONVERSION), product, input_precision="ieee")
     score = product
     if COLUMNS > ROWS:
@@ -348,6 +352,28 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
                 total = tl.dot(half_of_infinity(bad, FULL), sees, total)
     total = tl.dot(values, wide, total, input_precision="ieee")
     return top, weight, largest, inverse, total, total2, zeros
+
+
+@triton.jit
+def _slice(
+    k,
+    pages,
+    page,
+    inside,
+    h,
+    K: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
+    KEYS: tl.constexpr,
+    SLICE: tl.constexpr,
+    SLICES: tl.constexpr,
+):
+    """Codes of one slice of the keys: `k`, which was asked for early, if there is but one."""
+    if SLICES == 1:
+        codes = k
+    else:
+        codes = load_keys(pages, page, inside, h, K, UNIT, UNITS, KEYS, SLICE, SLICES)
+    return codes
 
 
 @triton.jit

@@ -104,6 +104,7 @@ class AttendCut:
         # By the rows asked for: padding them to a matrix instruction's columns makes no verification of a decode step.
         phase = phase_of(pow2(group * _tokens(each, min(tuning.verify_rows, cap), group)), prefill=prefill)
         usual = tuning.tile(_family(g), phase)
+        is_long = dim > MANY_CHANNELS and usual.long is not None
         if dim > MANY_CHANNELS:
             usual = usual.long or usual
         own = usual.inline if _is_row_major(g) else None
@@ -126,7 +127,7 @@ class AttendCut:
         columns = max(tuning.columns, rows * beside)
         rows = columns // beside
         shape = _Shape(g, dim, rows, columns, pairs=pairs, prefill=prefill, many=many)
-        tile = shape.fitted(tile, tuning, is_own=own is not None)
+        tile = shape.fitted(tile, tuning, is_own=own is not None, is_long=is_long)
         slices = 1 if many else _slices(g, tile)
         partial = 4 * rows * (g.v.head_dim + 1)
         slots = 2 * max(1, min(tuning.max_programs, PARTIAL_BYTES // (2 * partial)))
@@ -168,12 +169,13 @@ class _Shape:
     prefill: bool
     many: bool
 
-    def fitted(self, tile: Tile, tuning: Tuning, *, is_own: bool) -> Tile:
+    def fitted(self, tile: Tile, tuning: Tuning, *, is_own: bool, is_long: bool) -> Tile:
         """`tile` with the keys, warps, stages and registers that this shape leaves room for.
 
-        is_own: the tile was chosen for rows of V as they lie (inline pages), so no rule for them applies.
+        is_own: the tile was chosen for rows of V as they lie (inline pages), so no rule for them applies. is_long: it
+        was chosen for heads as long as this.
         """
-        keys, warps = self._keys(tile.keys, tuning, is_own=is_own), tile.num_warps
+        keys, warps = self._keys(tile.keys, tuning, is_own=is_own, is_long=is_long), tile.num_warps
         if self._is_held_by_one(tile, tuning):
             keys = min(keys, SHORT_KEYS)
         # A prefill tile says its warps itself, and so does one without a cap on registers.
@@ -217,9 +219,10 @@ class _Shape:
         a_warp = 32 * -(-tile.maxnreg // 8) * 8
         return max(1, REGISTERS_A_SCHEDULER // a_warp * SCHEDULERS // tile.num_warps)
 
-    def _keys(self, keys: int, tuning: Tuning, *, is_own: bool) -> int:
+    def _keys(self, keys: int, tuning: Tuning, *, is_own: bool, is_long: bool) -> int:
         keys = max(16, min(keys, KEYS_BY_CHANNELS // pow2(self.dim)))
-        if self.dim > MANY_CHANNELS and not self.prefill and (_is_row_major(self.g) or self._converts_itself(tuning)):
+        is_cut = self.dim > MANY_CHANNELS and not (is_long or self.prefill)
+        if is_cut and (_is_row_major(self.g) or self._converts_itself(tuning)):
             # What long rows are turned or converted in takes the registers of half the keys.
             keys = min(keys, SHORT_KEYS)
         if is_own or not _is_row_major(self.g):
