@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 from kvhal.kernels.geometry import LayerGeometry
@@ -126,13 +127,14 @@ def jobs_of(
     phases: Iterable[str] = PHASES,
     head_dims: Iterable[int] = (128,),
 ) -> Iterator[Job]:
-    """Every kernel for every mode, layout, phase, head size and arch given; those that read no codes once an arch."""
+    """Every kernel for every mode, layout, phase, head size and arch given; those that read no codes for one mode."""
     asked, sizes = tuple(phases), tuple(head_dims)
     for arch in arches:
         for kernel in kernels:
             if kernel in CODELESS:
-                for phase in PHASES if kernel == "reduce" else ("decode",):
-                    yield Job(kernel, "int8_per_token_head", "int8", arch, phase=phase)
+                shapes = product(asked, sizes) if kernel == "reduce" else [("decode", 128)]
+                for phase, size in shapes:
+                    yield Job(kernel, "int8_per_token_head", "int8", arch, phase=phase, head_dim=size)
                 continue
             has = {"store": ("decode", "prefill"), "gather": ("decode",), "attend": PHASES, "stage": ("prefill",)}[
                 kernel

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvhal.kernels.aot import CODELESS, Compiled, Job, shared_limit
-from kvhal.kernels.triton.tuning import Tuning, family_of
+from kvhal.kernels.aot import CODELESS, Compiled, Job, cut_of, shared_limit
+from kvhal.kernels.triton.tuning import Tuning
 from kvhal.modes import ENCODINGS
 
 __all__ = ["covers", "job_name", "problems", "worst"]
@@ -27,7 +27,7 @@ def problems(found: Compiled, tuning: Tuning, inline: Compiled | None = None) ->
 def job_name(job: Job) -> str:
     """A job in one line, its arch left out."""
     if job.kernel in CODELESS:
-        return job.kernel
+        return f"{job.kernel} {job.phase} head_dim {job.head_dim}" if job.kernel == "reduce" else job.kernel
     return f"{job.kernel} {job.phase} {job.encoding} {job.layout} head_dim {job.head_dim}"
 
 
@@ -77,18 +77,23 @@ def _least_wide_loads(job: Job, tuning: Tuning, inline: Compiled | None) -> int:
     """Loads of 16 bytes there must be if they read codes: where pages are tiled and a lane's share is as much."""
     if job.layout != "tiled" or job.kernel not in ("gather", "attend", "stage"):
         return 0
-    has_words = job.mode.endswith("per_token_head")
-    if job.kernel == "gather":
-        tokens, warps = _GATHER_TOKENS, 1
-    elif job.kernel == "stage":
-        tokens, warps = tuning.staged.keys, _STAGE_WARPS
-    else:
-        tile = tuning.tile(family_of(job.encoding, row_scaled=has_words), job.phase)
-        tokens, warps = tile.keys, tile.num_warps
+    tokens, warps = _tile(job, tuning)
     lanes = warps * (64 if job.arch.startswith("gfx9") else 32)
     # One tile of K or V; queries are read wide as well, so this alone is weak where a tile is small.
     least = tokens * ENCODINGS[job.encoding].row_bytes(job.head_dim) // (_WIDE_BYTES * lanes)
-    # Inline rows lie beside their words, aligned for no wide load; without words both pages are alike.
-    if least and has_words and inline is not None and inline.ok:
+    # Inline rows lie beside their words, aligned for no wide load; without words both pages are alike. Queries come in
+    # as many pieces where as many warps load them.
+    has_words = job.mode.endswith("per_token_head")
+    if least and has_words and inline is not None and inline.ok and _tile(inline.job, tuning)[1] == warps:
         return max(least, inline.wide_loads + 1)
     return least
+
+
+def _tile(job: Job, tuning: Tuning) -> tuple[int, int]:
+    """(tokens, warps) of a program that reads codes."""
+    if job.kernel == "gather":
+        return _GATHER_TOKENS, 1
+    if job.kernel == "stage":
+        return tuning.staged.keys, _STAGE_WARPS
+    cut = cut_of(job, tuning)
+    return cut.keys, cut.num_warps

@@ -217,9 +217,10 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     UNITS: tl.constexpr = KEYS // UNIT
     TWICE: tl.constexpr = PAIRS and COLUMNS == ROWS
     page, inside = place(i, blocks, block_stride, BLOCK_SIZE, KEYS)
-    k = tl.zeros([1], tl.uint8)
-    if SLICES == 1:
-        k = load_keys(pages, page, inside, h, K, UNIT, UNITS, KEYS)
+    k = ()
+    if SLICES == 1 or P.k.size == 1:
+        for n in tl.static_range(SLICES):
+            k = k + (load_keys(pages, page, inside, h, K, UNIT, UNITS, KEYS, n, SLICES),)  # noqa: RUF005  # Triton unpacks none
     v = load_values(pages, page, inside, h, V, UNIT, UNITS, KEYS)
     if P.k.scaling == "row":
         k_word = load_words(pages, page, inside, h, K, UNIT, UNITS, KEYS)
@@ -368,9 +369,9 @@ def _slice(
     SLICE: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """Codes of one slice of the keys: `k`, which was asked for early, if there is but one."""
-    if SLICES == 1:
-        codes = k
+    """Codes of one slice of the keys. `k`: all of them, asked for early, but for several of 16 bits."""
+    if SLICES == 1 or K.size == 1:
+        codes = k[SLICE]
     else:
         codes = load_keys(pages, page, inside, h, K, UNIT, UNITS, KEYS, SLICE, SLICES)
     return codes

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,misc,untyped-decorator,assignment"
 # Triton's dialect: arguments have no Python types.
 """The queries of an item as operands: scaled so that nothing is lost in the operand's type, the scale put aside."""
 
