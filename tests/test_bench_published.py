@@ -106,7 +106,7 @@ def test_the_kernel_notes_print_the_peers_of_the_same_run() -> None:
     (sdpa,) = re.findall(rf"SDPA ({NUMBER})", prefill[1])
     assert agrees(sdpa, peers["torch SDPA"])
     assert agrees(prefill[4], 1.2 * peers["torch SDPA"])
-    (host,) = rows(text, re.escape("host, one call of the operator: store / attend"))
+    (host,) = rows(text, re.escape("host, one call of the operator: store / attend of a prepared step"))
     worst = [max(case["us"] for case in CASES.values() if case["name"].startswith(f"host {name} ")) for name in NAMES]
     # The range over batch 1 and 64 is printed as one number.
     for one, us in zip(re.findall(NUMBER, host[3])[:2], worst, strict=True):

@@ -56,6 +56,7 @@ def attend_kernel(  # noqa: PLR0915  # one kernel, one function
     COLUMNS: tl.constexpr,
     PAIRS: tl.constexpr,
     SLICES: tl.constexpr,
+    ONCE: tl.constexpr,
     MANY: tl.constexpr,
     KEYS: tl.constexpr,
     SUMS: tl.constexpr,
@@ -113,7 +114,7 @@ def attend_kernel(  # noqa: PLR0915  # one kernel, one function
                 result, result2, lse2 = few_rows(
                     pages, query, table, h.to(tl.int64), begin, end, position, count, block_stride, num_blocks,
                     q_token, q_head, k_scale, v_scale, softcap,
-                    P, GROUP, TOKENS, ROWS, COLUMNS, PAIRS, SLICES, KEYS, SUMS, SOFTCAP, PAD, CONVERSION,
+                    P, GROUP, TOKENS, ROWS, COLUMNS, PAIRS, SLICES, ONCE, KEYS, SUMS, SOFTCAP, PAD, CONVERSION,
                     HARDWARE_K, HARDWARE_V, FULL,
                 )  # fmt: skip
             column = tl.arange(0, ROWS)

@@ -19,6 +19,7 @@ __all__ = [
     "int8_operand",
     "nibble_operands",
     "operand_factor",
+    "pinned",
     "settled",
 ]
 
@@ -163,6 +164,16 @@ def settled(values, R: tl.constexpr, CONVERSION: tl.constexpr):
             "mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2
         )
     return values
+
+
+@triton.jit
+def pinned(values):
+    """16-bit operands, made where this stands and nowhere else (AMD): an empty instruction claims side effects.
+
+    The compiler would make them in every warp that reads them, after they changed places, and in front of a loop that
+    does not change them.
+    """
+    return tl.inline_asm_elementwise("", "=v,0", [values], dtype=values.dtype, is_pure=False, pack=2)
 
 
 @triton.jit

@@ -29,6 +29,7 @@ from kvhal.kernels.triton.convert import (
     int8_operand,
     nibble_operands,
     operand_factor,
+    pinned,
     settled,
 )
 from kvhal.kernels.triton.load import blocks_of, load_keys, load_values, load_words, place
@@ -70,6 +71,7 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
     COLUMNS: tl.constexpr,
     PAIRS: tl.constexpr,
     SLICES: tl.constexpr,
+    ONCE: tl.constexpr,
     KEYS: tl.constexpr,
     SUMS: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -82,7 +84,8 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
     """Tiles `begin` to `end` of one item: (result [block, ROWS], its second half for int4, log-sum-exp to base 2).
 
     SLICES: the channels of queries and keys are multiplied in so many slices, one of them in registers at a time.
-    SUMS: sums over keys are kept in so many parts.
+    ONCE: keys are converted once, not in each of the warps that multiply them. SUMS: sums over keys are kept in so many
+    parts.
     """
     K: tl.constexpr = P.k
     V: tl.constexpr = P.v
@@ -127,8 +130,8 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
                 i, (i >= inner) & (i < outer), blocks, pages, h, q_first, q_second, q_first_rest, q_second_rest,
                 q_scale, q_sum, at, first, last, block_stride, softcap,
                 top, weight, largest, inverse, total, total2, zeros,
-                P, TOKENS, ROWS, COLUMNS, PAIRS, SLICES, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V,
-                FULL, INTEGER, False,
+                P, TOKENS, ROWS, COLUMNS, PAIRS, SLICES, ONCE, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K,
+                HARDWARE_V, FULL, INTEGER, False,
             )  # fmt: skip
             blocks = coming
     else:
@@ -138,8 +141,8 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
                 i, True, blocks, pages, h, q_first, q_second, q_first_rest, q_second_rest,
                 q_scale, q_sum, at, first, last, block_stride, softcap,
                 top, weight, largest, inverse, total, total2, zeros,
-                P, TOKENS, ROWS, COLUMNS, PAIRS, SLICES, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V,
-                FULL, INTEGER, True,
+                P, TOKENS, ROWS, COLUMNS, PAIRS, SLICES, ONCE, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K,
+                HARDWARE_V, FULL, INTEGER, True,
             )  # fmt: skip
             blocks = coming
         for j in tl.range(begin, end - (outer - inner), num_stages=1):
@@ -149,8 +152,8 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
                 i, False, these, pages, h, q_first, q_second, q_first_rest, q_second_rest,
                 q_scale, q_sum, at, first, last, block_stride, softcap,
                 top, weight, largest, inverse, total, total2, zeros,
-                P, TOKENS, ROWS, COLUMNS, PAIRS, SLICES, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K, HARDWARE_V,
-                FULL, INTEGER, False,
+                P, TOKENS, ROWS, COLUMNS, PAIRS, SLICES, ONCE, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K,
+                HARDWARE_V, FULL, INTEGER, False,
             )  # fmt: skip
     if PAD:
         total, _ = tl.split(tl.reshape(total, [P.v.block, ROWS, 2]))
@@ -198,6 +201,7 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     COLUMNS: tl.constexpr,
     PAIRS: tl.constexpr,
     SLICES: tl.constexpr,
+    ONCE: tl.constexpr,
     KEYS: tl.constexpr,
     SUMS: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -217,10 +221,9 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     UNITS: tl.constexpr = KEYS // UNIT
     TWICE: tl.constexpr = PAIRS and COLUMNS == ROWS
     page, inside = place(i, blocks, block_stride, BLOCK_SIZE, KEYS)
-    k = ()
-    if SLICES == 1 or P.k.size == 1:
-        for n in tl.static_range(SLICES):
-            k = k + (load_keys(pages, page, inside, h, K, UNIT, UNITS, KEYS, n, SLICES),)  # noqa: RUF005  # Triton unpacks none
+    k = tl.zeros([1], tl.uint8)
+    if SLICES == 1:
+        k = load_keys(pages, page, inside, h, K, UNIT, UNITS, KEYS)
     v = load_values(pages, page, inside, h, V, UNIT, UNITS, KEYS)
     if P.k.scaling == "row":
         k_word = load_words(pages, page, inside, h, K, UNIT, UNITS, KEYS)
@@ -250,6 +253,8 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
         for n in tl.static_range(SLICES):
             codes = _slice(k, pages, page, inside, h, K, UNIT, UNITS, KEYS, n, SLICES)
             keys = float_operand(codes, K, HARDWARE_K, FULL, False)
+            if ONCE:
+                keys = pinned(keys)
             product = tl.dot(keys, afresh(q_first[n], i, SLICES, CONVERSION), product, input_precision="ieee")
     score = product
     if COLUMNS > ROWS:
@@ -369,9 +374,9 @@ def _slice(
     SLICE: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """Codes of one slice of the keys. `k`: all of them, asked for early, but for several of 16 bits."""
-    if SLICES == 1 or K.size == 1:
-        codes = k[SLICE]
+    """Codes of one slice of the keys: `k`, which was asked for early, if there is but one."""
+    if SLICES == 1:
+        codes = k
     else:
         codes = load_keys(pages, page, inside, h, K, UNIT, UNITS, KEYS, SLICE, SLICES)
     return codes

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from kvhal.kernels.triton.codec import load_float
+from kvhal.kernels.triton.convert import pinned
 
 __all__ = ["REST", "afresh", "query_columns", "query_rows", "rest_factor", "sliced"]
 
@@ -102,15 +103,14 @@ def sliced(x, SLICES: tl.constexpr):
 def afresh(x, i, SLICES: tl.constexpr, CONVERSION: tl.constexpr):
     """One of SLICES of a query, made an operand in the loop, in whose turn i it is used.
 
-    The compiler would make them all before the loop, in registers of all at once. It cannot move what has side effects,
-    which an empty instruction claims to have, nor what depends on i: there are never 2^30 tiles. Bytes take that way,
-    because AMD's compiler knows no register of four of them.
+    The compiler would make them all before the loop, in registers of all at once. Bytes cannot be `pinned`, because
+    AMD's compiler knows no register of four of them; they depend on i, of which there are never 2^30.
     """
     if SLICES > 1:
         if x.dtype == tl.int8:
             x = x ^ ((tl.zeros([1, 1], tl.int32) + i) >> 30).to(tl.int8)
         elif CONVERSION == "cast":
-            x = tl.inline_asm_elementwise("", "=v,0", [x], dtype=x.dtype, is_pure=False, pack=2)
+            x = pinned(x)
     return x
 
 

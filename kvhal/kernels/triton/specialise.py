@@ -62,6 +62,10 @@ def attend_constants(g: LayerGeometry, group: int, cut: AttendCut, tuning: Tunin
         "COLUMNS": cut.columns,
         "PAIRS": cut.pairs,
         "SLICES": cut.slices,
+        "ONCE": (
+            # Codes of 8-bit floats, which take more than a few instructions.
+            tuning.conversion == "cast" and not INTERPRETED and cut.num_warps > 1 and g.k.encoding.nan_code is not None
+        ),
         "MANY": cut.many,
         "KEYS": cut.keys,
         # So many sums a warp need nothing of other threads.
