@@ -43,6 +43,11 @@ TIGHT = (
     Job("attend", "fp8_e5m2", "e5m2", "gfx1201", "tiled"),
     Job("attend", "fp8_e4m3", "e4m3fn", "sm_80", "tiled", "prefill"),
     Job("attend", "fp8_e5m2", "e5m2fnuz", "sm_89", "inline"),
+    Job("attend", "bfloat16", "bfloat16", "gfx1100", "inline", head_dim=256),
+    Job("attend", *INT8, "gfx1100", "inline", head_dim=256),
+    Job("attend", "fp8_e4m3", "e4m3fnuz", "gfx1100", "tiled", "verify", head_dim=256),
+    Job("attend", "fp8_e4m3", "e4m3fnuz", "sm_100", "tiled", "verify", head_dim=256),
+    Job("attend", "int4_per_token_head", "int4", "sm_120", head_dim=256),
 )
 
 
@@ -76,6 +81,22 @@ def test_the_other_kernels(arch: str) -> None:
     jobs += [Job("attend", *INT8, arch, phase="prefill"), Job("attend", *INT8, arch, "inline")]
     for found in compile_all(jobs, TUNINGS):
         sound(found)
+
+
+def test_long_rows_are_stored_without_spilling() -> None:
+    for found in compile_all(
+        [Job("store", "fp8_e5m2", "e5m2", arch, phase="prefill", head_dim=256) for arch in ("sm_89", "sm_90")], TUNINGS
+    ):
+        sound(found)
+
+
+def test_keys_are_converted_once_for_all_warps() -> None:
+    """48 instructions a key in all four warps; 101 where each of them converts every key (docs/kernels.md)."""
+    tile = TUNINGS["gfx1100"].tile("float8", "decode")
+    (found,) = compile_all([Job("attend", "fp8_per_token_head", "e4m3fn", "gfx1100")], TUNINGS)
+    sound(found)
+    assert tile.num_warps == 4
+    assert found.loop.vector * tile.num_warps / tile.keys < 60, found
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942", "gfx1201"])
