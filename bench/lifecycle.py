@@ -114,7 +114,7 @@ def _case(name: str, plan: Plan, samples: Sequence[float], limit_us: float, clos
 
 
 def _cycle(hal: Hal, plan: Plan, *, hold: bool, rest_s: float = 0.0) -> _Cycle:
-    """hold: keep a tensor of the cache while it is closed."""
+    """hold: keep a tensor of the cache while it is closed. rest_s: seconds that the memory is left free before."""
     time.sleep(rest_s)
     start = time.perf_counter()
     lease = hal.allocate(plan)
