@@ -158,7 +158,7 @@ def store_options(g: LayerGeometry, tokens: int, tuning: Tuning) -> dict[str, An
     if tokens == 1:
         return EXACT | {"num_warps": 1}
     longest = max(g.k.head_dim, g.v.head_dim)
-    # A warp more for every CAPPED_CHANNELS, or rows of 256 channels spill.
+    # Rows twice as long take twice the warps, or those of 256 channels spill.
     options = EXACT | {"num_warps": tuning.store_warps * pow2(-(-longest // CAPPED_CHANNELS))}
     is_capped = (
         g.k.head_dim <= CAPPED_CHANNELS
