@@ -21,7 +21,7 @@ from kvhal.errors import ConfigError
 from kvhal.kernels import aot
 from kvhal.kernels.aot import Compiled, Job, jobs_of
 from kvhal.kernels.isa import covers, problems
-from kvhal.kernels.triton.tuning import DEFAULT, Tuning
+from kvhal.kernels.triton.tuning import DEFAULT, FAMILIES, Tile, Tuning
 from kvhal.modes import MODES
 
 MODE = "int8_per_token_head"
@@ -166,6 +166,18 @@ def test_codes_are_read_wide_only_if_tiled_pages_have_more_such_loads_than_inlin
     assert problems(tiled, DEFAULT, inline) == (
         "40 loads of 16 bytes were found; with those of codes there are at least 41",
     )
+    own = Tile(32, inline=Tile(32, num_warps=4))
+    other = replace(DEFAULT, decode=tuple((family, own) for family in FAMILIES))
+    assert len(problems(tiled, other, inline)) == 1, "whatever the warps of the two"
+
+
+def test_loads_are_those_of_the_tile_that_is_launched() -> None:
+    """128 tokens x 256 bytes by 32 lanes are 64 loads of 16 bytes; the tile of long heads has 16 tokens, so 8."""
+    job = Job("attend", MODE, "int8", "gfx1100", head_dim=256)
+    tuning = replace(DEFAULT, decode=tuple((family, Tile(128, long=Tile(16))) for family in FAMILIES))
+    assert problems(replace(sound(job), wide_loads=8), tuning) == ()
+    (said,) = problems(replace(sound(job), wide_loads=7), tuning)
+    assert said.endswith("at least 8")
 
 
 def test_coverage_names_every_job_once() -> None:

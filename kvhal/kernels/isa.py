@@ -81,10 +81,8 @@ def _least_wide_loads(job: Job, tuning: Tuning, inline: Compiled | None) -> int:
     lanes = warps * (64 if job.arch.startswith("gfx9") else 32)
     # One tile of K or V; queries are read wide as well, so this alone is weak where a tile is small.
     least = tokens * ENCODINGS[job.encoding].row_bytes(job.head_dim) // (_WIDE_BYTES * lanes)
-    # Inline rows lie beside their words, aligned for no wide load; without words both pages are alike. Queries come in
-    # as many pieces where as many warps load them.
-    has_words = job.mode.endswith("per_token_head")
-    if least and has_words and inline is not None and inline.ok and _tile(inline.job, tuning)[1] == warps:
+    # Inline rows lie beside their words, aligned for no wide load; without words both pages are alike.
+    if least and job.mode.endswith("per_token_head") and inline is not None and inline.ok:
         return max(least, inline.wide_loads + 1)
     return least
 

@@ -72,7 +72,7 @@ def test_decode(mode: str, encoding: str | None, kind: str) -> None:
 def test_heads_of_an_item_are_joined_at_once(
     mode: str, group: int, alike: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of large batches; sequences that have nothing to read, and rows of none, among them."""
+    """As of large batches; a sequence that has nothing to read among them."""
     monkeypatch.setattr(specialise, "SHARED_ROWS", 1)
     heads = set()
 
@@ -87,6 +87,15 @@ def test_heads_of_an_item_are_joined_at_once(
         one = Batch(cache, [100, 3, 0, 200] if queries[0] == 1 else [100, 3, 7, 200], queries, q_heads=2 * group)
         check(one, sinks=torch.linspace(-1.0, 1.0, 2 * group))
     assert heads == {alike}
+
+
+@pytest.mark.parametrize("rows", [1, 4096])
+def test_a_batch_with_nothing_to_read_is_zero(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(specialise, "SHARED_ROWS", rows)
+    sinks = torch.linspace(-1.0, 1.0, 8)
+    out, lse = attend(Batch(make("bfloat16", blocks=8, heads=2), [0, 0, 0], [1, 1, 1], q_heads=8), sinks=sinks)
+    assert bool((out == 0.0).all())
+    assert torch.equal(lse, sinks.expand(3, 8))
 
 
 @pytest.mark.parametrize(("mode", "encoding"), MODES)
