@@ -144,7 +144,7 @@ def test_one_warp_holds_32_rows_beside_short_tiles() -> None:
     assert (many.rows, many.keys, many.num_warps) == (32, 16, 1)
     # As many as a multiprocessor's registers hold: 4 x 16384 / (32 x 256).
     assert many.at_once == 8
-    assert many.programs(132, TUNINGS["cuda-sm_90"])[0] == 8 * 132
+    assert many.parts(8, 132)[0] == 132
     two = replace(TUNINGS["cuda-sm_90"], verify=tiles(int8=Tile(32, num_warps=2)))
     shared = AttendCut.of(g, 32, 8, 1, "bfloat16", two)
     assert (shared.keys, shared.num_warps) == (32, 2)
@@ -217,3 +217,51 @@ def test_small_plans_and_large_heads_set_nothing_aside() -> None:
         found = triton_workspace_bytes(g, 32, tokens, 4, DEFAULT)
         assert (found > without) is planned
         assert found - without <= DEFAULT.staged_bytes + 128
+
+
+@pytest.mark.parametrize("tuning", TUNINGS.values(), ids=list(TUNINGS))
+@pytest.mark.parametrize(("heads", "group", "dim"), [(1, 8, 128), (8, 4, 128), (5, 7, 64), (40, 1, 256), (128, 1, 512)])
+def test_parts_of_all_heads_have_their_slots(heads: int, group: int, dim: int, tuning: Tuning) -> None:
+    """A part that is the whole line needs none: nothing is shared then."""
+    spec = CacheSpec.uniform(
+        mode="int8_per_token_head", num_layers=1, num_kv_heads=heads, head_dim=dim, num_q_heads=heads * group
+    )
+    g = LayerGeometry.of(Layout.of(spec, 4), 0)
+    for queries in (1, 4, 64):
+        cut = AttendCut.of(g, heads * group, queries, 1, "bfloat16", tuning)
+        for processors in (3, 64, 132, 304):
+            parts, steps = cut.parts(heads, processors)
+            assert parts == 1 or 2 * parts * heads <= cut.slots
+            assert [most for _, most in steps] == sorted(most for _, most in steps)
+            assert min(most for _, most in steps) >= 1
+            assert cut.parts(heads, processors, most_tiles=1)[0] == steps[0][1]
+
+
+def test_a_tile_may_have_steps_of_its_own() -> None:
+    own = Tile.parse({"keys": 32, "programs": [[10, 1], [20, 2], [1 << 62, 3]]})
+    tuning = replace(DEFAULT, decode=tiles(int4=own), programs=((10, 4), (20, 6), (1 << 62, 8)))
+    assert Tuning.parse(tuning.plain()) == tuning
+    each = {
+        mode: AttendCut.of(geometry(mode), 32, 1, 1, "bfloat16", tuning).parts(8, 80)
+        for mode in ("int4_per_token_head", "int8_per_token_head")
+    }
+    assert each["int4_per_token_head"] == (30, ((10, 10), (20, 20), (1 << 62, 30)))
+    assert each["int8_per_token_head"] == (80, ((10, 40), (20, 60), (1 << 62, 80)))
+
+
+def test_small_heads_have_more_on_their_way() -> None:
+    """Longer tiles where those of usual length are below 4 KiB, else one more of them."""
+    tuning = TUNINGS["cuda-sm_90"]
+    cuts = {
+        (mode, dim): AttendCut.of(geometry(mode, dim=dim), 32, 1, 1, "bfloat16", tuning)
+        for mode in ("int8_per_token_head", "int4_per_token_head")
+        for dim in (32, 64, 128)
+    }
+    assert {key: (cut.keys, cut.num_stages) for key, cut in cuts.items()} == {
+        ("int8_per_token_head", 32): (64, 3),
+        ("int8_per_token_head", 64): (32, 4),
+        ("int8_per_token_head", 128): (32, 3),
+        ("int4_per_token_head", 32): (64, 3),
+        ("int4_per_token_head", 64): (64, 3),
+        ("int4_per_token_head", 128): (32, 3),
+    }

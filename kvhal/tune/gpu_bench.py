@@ -119,7 +119,7 @@ class GpuBench:
             return row.staged
         processors = launch._processors(self.device)
         cuts = (cut_of(self._layout(family, 1), shape, self.sizes.heads, row) for family, shape in self._timed(target))
-        return tuple((cut, cut.programs(processors, row)) for cut in cuts)
+        return tuple((replace(cut, programs=()), cut.parts(self.sizes.heads.kv, processors)) for cut in cuts)
 
     def check(self, row: Tuning, target: Target) -> float:
         row = _as_tried(row, target)

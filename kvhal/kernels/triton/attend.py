@@ -69,22 +69,21 @@ def attend_kernel(  # noqa: PLR0915  # one kernel, one function
     FULL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program w: its part of the line of tiles; writes finished rows to out and lse, or a part of them to its slots.
+    """Program (part, kv head): a part of the line of tiles; writes finished rows to out and lse, or parts to its slots.
 
     DEPENDENT: reduce may be launched while this runs; it waits for the end by itself.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
-    w = tl.program_id(0)
-    row = (workspace + schedule_at).to(tl.pointer_type(tl.int32)) + w * 8
+    part = tl.program_id(0) // P.heads
+    row = (workspace + schedule_at).to(tl.pointer_type(tl.int32)) + part * 8
     b = tl.load(row)
-    h = tl.load(row + 1)
-    item = tl.load(row + 2)
-    start = tl.load(row + 3)
-    rest = tl.load(row + 4)
-    first_row = tl.load(row + 5)
-    queries = tl.load(row + 6)
-    length = tl.load(row + 7)
+    item = tl.load(row + 1)
+    start = tl.load(row + 2)
+    rest = tl.load(row + 3)
+    first_row = tl.load(row + 4)
+    queries = tl.load(row + 5)
+    length = tl.load(row + 6)
     entries = (workspace + sequences_at).to(tl.pointer_type(tl.int32))
     k_scale = scale
     v_scale = 1.0
@@ -93,6 +92,9 @@ def attend_kernel(  # noqa: PLR0915  # one kernel, one function
     if P.v.scaling == "static":
         v_scale = v_scale * tl.load((cache + scales_offset).to(tl.pointer_type(tl.float32)) + 1)
     while rest > 0:
+        # An item's number is never negative. The compiler does not know, or all that follows from the head alone would
+        # wait in registers while the keys of an item pass.
+        h = tl.program_id(0) % P.heads + (item >> 31)
         low, high = item_tiles(item * TOKENS, queries, length, TOKENS, KEYS, P.window)
         stop = tl.minimum(start + rest, high - low + PROLOGUE)
         rest -= stop - start
@@ -133,27 +135,25 @@ def attend_kernel(  # noqa: PLR0915  # one kernel, one function
                 if lse is not None:
                     tl.store(lse + token * lse_token + head * lse_head, total, mask=valid)
             else:
-                slot = (2 * w + (begin == low).to(tl.int32)).to(tl.int64)
+                parts = tl.num_programs(0) // P.heads
+                slot = (2 * (h * parts + part) + (begin == low).to(tl.int32)).to(tl.int64)
                 place = slot * ROWS + column
-                part = (workspace + partial_at).to(tl.pointer_type(tl.float32)) + (place * P.v.dim)[None, :]
-                tl.store(part + channel[:, None], result, mask=inside)
+                kept = (workspace + partial_at).to(tl.pointer_type(tl.float32)) + (place * P.v.dim)[None, :]
+                tl.store(kept + channel[:, None], result, mask=inside)
                 if P.v.encoding == "int4":
-                    tl.store(part + (channel + P.v.width)[:, None], result2, mask=inside)
+                    tl.store(kept + (channel + P.v.width)[:, None], result2, mask=inside)
                 tl.store((workspace + lse_at).to(tl.pointer_type(tl.float32)) + place, lse2, mask=valid)
         start = 0
         item += 1
         if item * TOKENS >= queries:
             item = 0
-            h += 1
-            if h == P.heads:
-                h = 0
-                b += 1
-                if rest > 0:
-                    while tl.load(entries + b * 8 + 7) == 0:
-                        b += 1
-                    first_row = tl.load(entries + b * 8)
-                    queries = tl.load(entries + b * 8 + 1)
-                    length = tl.load(entries + b * 8 + 2)
+            b += 1
+            if rest > 0:
+                while tl.load(entries + b * 8 + 7) == 0:
+                    b += 1
+                first_row = tl.load(entries + b * 8)
+                queries = tl.load(entries + b * 8 + 1)
+                length = tl.load(entries + b * 8 + 2)
 
 
 @triton.jit

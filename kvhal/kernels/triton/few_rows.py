@@ -6,9 +6,10 @@ The products are swapped (S^T = K Q^T, O^T = V^T P^T): cached tokens and channel
 matrix instructions, and the few columns are the rows of the result, so a program of one warp wastes little. Scales
 never touch K or V: those of K multiply the scores, those of V the weights, normalised so that they fit fp16.
 
-What the weights are relative to (a score `top` a row, a scale `largest`) rises only when a tile exceeds it by more than
-8 and MOST_SCALE, so that most tiles rescale nothing; sums over keys are left to the end, but for what each thread
-adds up by itself. Both are powers of two, so that when they rise, which other rows have a say in, changes no rounding.
+What the weights are relative to (a score a row, held as its negative `shift`, and a scale `largest`) rises only when a
+tile exceeds it by more than 8 and MOST_SCALE, so that most tiles rescale nothing; sums over keys are left to the end,
+but for what each thread adds up by itself. Both are powers of two, so that when they rise, which other rows have a say
+in, changes no rounding.
 
 What a query does not see is selected out. A row with row words that holds NaN has a NaN word and clean codes, so
 selecting the weights is enough. Codes without row words carry NaN themselves; then tiles that only some queries see
@@ -112,7 +113,7 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
     q_scale = q_scale * k_factor
     # Where each column stands: columns past the last query count as the last, whose tiles are read anyway.
     at = position + tl.minimum(row // GROUP, count - 1)
-    top = tl.full([ROWS], LOWEST, tl.float32)
+    shift = tl.full([ROWS], -LOWEST, tl.float32)
     weight = tl.zeros([SUMS, ROWS], tl.float32)
     largest = (begin * 0).to(tl.float32) + SMALLEST
     inverse = 1.0 / largest
@@ -126,10 +127,10 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
     if SINGLE:
         for i in range(begin, end):
             coming = blocks_of(i + 1, table, first, last, num_blocks, P.block_size, KEYS)
-            top, weight, largest, inverse, total, total2, zeros = _tile(
+            shift, weight, largest, inverse, total, total2, zeros = _tile(
                 i, (i >= inner) & (i < outer), blocks, pages, h, q_first, q_second, q_first_rest, q_second_rest,
                 q_scale, q_sum, at, first, last, block_stride, softcap,
-                top, weight, largest, inverse, total, total2, zeros,
+                shift, weight, largest, inverse, total, total2, zeros,
                 P, TOKENS, ROWS, COLUMNS, PAIRS, SLICES, ONCE, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K,
                 HARDWARE_V, FULL, INTEGER, False,
             )  # fmt: skip
@@ -137,10 +138,10 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
     else:
         for i in range(inner, outer):
             coming = blocks_of(i + 1, table, first, last, num_blocks, P.block_size, KEYS)
-            top, weight, largest, inverse, total, total2, zeros = _tile(
+            shift, weight, largest, inverse, total, total2, zeros = _tile(
                 i, True, blocks, pages, h, q_first, q_second, q_first_rest, q_second_rest,
                 q_scale, q_sum, at, first, last, block_stride, softcap,
-                top, weight, largest, inverse, total, total2, zeros,
+                shift, weight, largest, inverse, total, total2, zeros,
                 P, TOKENS, ROWS, COLUMNS, PAIRS, SLICES, ONCE, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K,
                 HARDWARE_V, FULL, INTEGER, True,
             )  # fmt: skip
@@ -148,10 +149,10 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
         for j in tl.range(begin, end - (outer - inner), num_stages=1):
             i = tl.where(j < inner, j, j + (outer - inner))
             these = blocks_of(i, table, first, last, num_blocks, P.block_size, KEYS)
-            top, weight, largest, inverse, total, total2, zeros = _tile(
+            shift, weight, largest, inverse, total, total2, zeros = _tile(
                 i, False, these, pages, h, q_first, q_second, q_first_rest, q_second_rest,
                 q_scale, q_sum, at, first, last, block_stride, softcap,
-                top, weight, largest, inverse, total, total2, zeros,
+                shift, weight, largest, inverse, total, total2, zeros,
                 P, TOKENS, ROWS, COLUMNS, PAIRS, SLICES, ONCE, KEYS, SUMS, SOFTCAP, PAD, CONVERSION, HARDWARE_K,
                 HARDWARE_V, FULL, INTEGER, False,
             )  # fmt: skip
@@ -167,7 +168,7 @@ def few_rows(  # noqa: PLR0915  # one item, top to bottom
         zero = tl.sum(zeros, axis=0)
         total = total - zero[None, :]
         total2 = (total2 - zero[None, :]) * share[None, :]
-    return total * share[None, :], total2, top + tl.log2(sums)
+    return total * share[None, :], total2, tl.log2(sums) - shift
 
 
 @triton.jit
@@ -188,7 +189,7 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
     last,
     block_stride,
     softcap,
-    top,
+    shift,
     weight,
     largest,
     inverse,
@@ -272,7 +273,7 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
         unit = tl.full([KEYS, ROWS], 1.0, tl.float32)
 
     key = i * KEYS + tl.arange(0, KEYS)
-    power = tl.fma(score, unit, tl.broadcast_to(-top[None, :], [KEYS, ROWS]))
+    power = tl.fma(score, unit, tl.broadcast_to(shift[None, :], [KEYS, ROWS]))
     if P.v.encoding == "int4":
         scale = int4_scale(v_word)
         zero = int4_zero(v_word) - 8.0
@@ -296,10 +297,11 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
         score = score * unit
         if not is_whole:
             score = tl.where(_sees(key, at, first, last, P, TOKENS, KEYS, ROWS), score, float("-inf"))
+        top = -shift
         highest = tl.maximum(top, tl.ceil(tl.max(score, axis=0)))
         p = tl.exp2(score - highest[None, :])
         shrink = tl.exp2(top - highest)
-        top = highest
+        shift = -highest
         weight = weight * shrink[None, :]
         if P.v.scaling == "row":
             bits = tl.max(tl.where(scale == scale, scale, 0.0), axis=0).to(tl.int32, bitcast=True) & INFINITY
@@ -357,7 +359,7 @@ def _tile(  # noqa: PLR0915  # the loop body, top to bottom
                     sees = tl.reshape(tl.join(sees, sees), [KEYS, COLUMNS])
                 total = tl.dot(half_of_infinity(bad, FULL), sees, total)
     total = tl.dot(values, wide, total, input_precision="ieee")
-    return top, weight, largest, inverse, total, total2, zeros
+    return shift, weight, largest, inverse, total, total2, zeros
 
 
 @triton.jit

@@ -194,17 +194,17 @@ def prepare(
     staging = Staging.of(g, q_heads, num_tokens, num_seqs, work.nbytes, workspace.shape[0], tuning)
     common = (_page(g), cut.tokens, cut.keys, tuning.prologue)
     tiles = cut.most_tiles(g, num_tokens, num_seqs, block_table.shape[1], tuning)
-    count, steps = cut.programs(_processors(cache.device), tuning, tiles)
+    parts, steps = cut.parts(g.num_kv_heads, _processors(cache.device), tiles)
     look = (
         g.counters_offset, block_table.stride(0), block_table.shape[1], g.num_blocks, num_seqs, num_tokens,
         int(not checked), work.sequences, work.rows, *common, SEQUENCE_CHUNK,
     )  # fmt: skip
     cut_up = (
-        num_seqs, steps[0][0], steps[0][1], steps[1][0], steps[1][1], count, work.schedule, work.sequences,
+        num_seqs, steps[0][0], steps[0][1], steps[1][0], steps[1][1], parts, work.schedule, work.sequences,
         work.starts, *((staging.tiles, staging.least) if staging else (0, 0)), *common, SCHEDULE_CHUNK,
         staging.tile.keys if staging else 0,
     )  # fmt: skip
-    grids = (num_seqs + 1,), (-(-count // SCHEDULE_LANES),)
+    grids = (num_seqs + 1,), (-(-parts // SCHEDULE_LANES),)
     with _on(cache):
         first = sequences_kernel[grids[0]](cache, block_table, seq_lens, query_starts, workspace, *look, num_warps=1)
         second = schedule_kernel[grids[1]](workspace, *cut_up, num_warps=1)
@@ -236,7 +236,6 @@ def attend(
     tensors: tuple[Tensor, ...] = (cache, q, block_table, seq_lens, query_starts, workspace, out)
     if sinks is not None or lse is not None:
         tensors += tuple(x for x in (sinks, lse) if x is not None)
-    heads = q.shape[1] if q.dim() == 3 else 0
     pointers = (
         cache.data_ptr(), q.data_ptr(), block_table.data_ptr(), workspace.data_ptr(),
         0 if sinks is None else sinks.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
@@ -244,10 +243,9 @@ def attend(
     known = _LAUNCHES.find(key, tensors, pointers)
     if known is None:
         check_attend(cache, q, block_table, seq_lens, query_starts, sinks, out, lse, g)
-    tokens, num_seqs = q.shape[0], seq_lens.shape[0]
     if not prepared:
         prepare(
-            cache, heads, q.dtype, tokens, block_table, seq_lens, query_starts, workspace, g, checked=checked
+            cache, q.shape[1], q.dtype, q.shape[0], block_table, seq_lens, query_starts, workspace, g, checked=checked
         )  # fmt: skip
     if known is not None:
         stream, (attending, reducing, *staging_too) = known
@@ -257,6 +255,7 @@ def attend(
         attending(stream, *pointers)
         reducing(stream, *pointers[3:])
         return
+    (tokens, heads, _), num_seqs = q.shape, seq_lens.shape[0]
     if not tokens:
         return
     tuning = tuning_of(cache.device)
@@ -266,7 +265,8 @@ def attend(
     page, group = _page(g), heads // g.num_kv_heads
     staging = Staging.of(g, heads, tokens, num_seqs, work.nbytes, workspace.shape[0], tuning)
     tiles = cut.most_tiles(g, tokens, num_seqs, block_table.shape[1], tuning)
-    count, _ = cut.programs(_processors(cache.device), tuning, tiles)
+    parts, _ = cut.parts(g.num_kv_heads, _processors(cache.device), tiles)
+    count = parts * g.num_kv_heads
     lse_strides = (0, 0) if lse is None else (lse.stride(0), lse.stride(1))
     constants = attend_constants(g, group, cut, tuning, softcap=softcap > 0)
     # Few rows of prompts are shared by programs, and those of staged sequences by none.

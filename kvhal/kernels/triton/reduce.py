@@ -59,52 +59,48 @@ def reduce_kernel(
     # Where query_starts make no sense a row's sequence may be left over from another call.
     known = known & (token >= first) & (token < first + queries)
     # `prefill` wrote the rows of staged sequences.
-    if tl.where(known, tl.load(entry + 6), -1) < 0:
+    mine = tl.where(known, tl.load(entry + 6), -1) < 0
+    # All this is the schedule's, and needs not wait for attend.
+    w0, w1 = _parts(
+        workspace, token, b, known & mine, first, queries, length, starts_at, P, TOKENS, KEYS, PROLOGUE, CHUNK
+    )  # fmt: skip
+    parts = tl.load(workspace.to(tl.pointer_type(tl.int64)) + 2).to(tl.int32)
+    if DEPENDENT:
+        # In every program, or this grid could end, and the next kernel start, while attend still runs.
+        tl.extra.cuda.gdc_wait()
+    if mine:
         for i in range(HEADS // ALIKE):
             from_head = tl.program_id(1) * HEADS + i * ALIKE
-            # All this is the schedule's, and needs not wait for attend.
-            w0, w1 = _programs(
-                workspace, token, from_head, b, entry, known, first, queries, length, starts_at,
-                P, GROUP, TOKENS, KEYS, PROLOGUE, CHUNK,
-            )  # fmt: skip
-            if DEPENDENT:
-                tl.extra.cuda.gdc_wait()
             _rows(
-                workspace, sinks, out, lse, token, from_head, w0, w1, known, first, length,
+                workspace, sinks, out, lse, token, from_head, w0, w1, parts, known, first, length,
                 o_token, o_head, lse_token, lse_head, lse_at, partial_at,
                 P, GROUP, TOKENS, ROWS, PARTS, CHANNELS, ALIKE, WIDTH,
             )  # fmt: skip
-    elif DEPENDENT:
-        # In every program, or this grid could end, and the next kernel start, while attend still runs.
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def _programs(
+def _parts(
     workspace,
     token,
-    from_head,
     b,
-    entry,
     known,
     first,
     queries,
     length,
     starts_at,
     P: tl.constexpr,
-    GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
     PROLOGUE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The programs that hold the first and the last tile of a token's item for a head; 0 and 0 where there is none."""
+    """The parts of the line that hold the first and the last tile of a token's item; 0 and 0 where there is none."""
     w0 = tl.zeros([1], tl.int64)
     w1 = w0
     if known & (length > 0):
         header = workspace.to(tl.pointer_type(tl.int64))
         line = tl.load(header)
-        programs = tl.load(header + 1)
+        parts = tl.load(header + 1)
         item = (token - first) // TOKENS
         before = tl.zeros([CHUNK], tl.int64)
         each = tl.arange(0, CHUNK)
@@ -112,11 +108,9 @@ def _programs(
             low, high = item_tiles((start + each) * TOKENS, queries, length, TOKENS, KEYS, P.window)
             before += tl.where(start + each < item, high - low + PROLOGUE, 0).to(tl.int64)
         low, high = item_tiles(item * TOKENS, queries, length, TOKENS, KEYS, P.window)
-        cost = tl.load(entry + 3).to(tl.int64)
-        sequence_start = tl.load((workspace + starts_at).to(tl.pointer_type(tl.int64)) + b)
-        start = sequence_start * P.heads + (from_head // GROUP) * cost + tl.sum(before, axis=0)
-        w0 += ((start + PROLOGUE + 1) * programs - 1) // line
-        w1 += ((start + PROLOGUE + high - low) * programs - 1) // line
+        start = tl.load((workspace + starts_at).to(tl.pointer_type(tl.int64)) + b) + tl.sum(before, axis=0)
+        w0 += ((start + PROLOGUE + 1) * parts - 1) // line
+        w1 += ((start + PROLOGUE + high - low) * parts - 1) // line
     return tl.max(w0, axis=0).to(tl.int32), tl.max(w1, axis=0).to(tl.int32)
 
 
@@ -130,6 +124,7 @@ def _rows(
     from_head,
     w0,
     w1,
+    parts,
     known,
     first,
     length,
@@ -160,13 +155,14 @@ def _rows(
     if known & (length > 0):
         if w1 > w0:
             row = (token - first) % TOKENS * GROUP + head % GROUP
+            of_head = from_head // GROUP * parts
             part = tl.arange(0, PARTS)
             top = tl.full([WIDTH], -3.0e38, tl.float32)
             weight = tl.zeros([WIDTH], tl.float32)
             total = tl.zeros([WIDTH, CHANNELS], tl.float32)
             for w in range(w0, w1 + 1, PARTS):
                 there = (w + part <= w1)[:, None] & valid[None, :]
-                slot = 2 * (w + part).to(tl.int64) + (w + part == w0).to(tl.int64)
+                slot = 2 * (of_head + w + part).to(tl.int64) + (w + part == w0).to(tl.int64)
                 place = (slot * ROWS)[:, None] + row[None, :]
                 e = tl.load((workspace + lse_at).to(tl.pointer_type(tl.float32)) + place, mask=there, other=0.0)
                 e = tl.where(there, e, float("-inf"))

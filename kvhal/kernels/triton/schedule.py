@@ -143,17 +143,17 @@ def _placed(entries, index, there, staged, tiles, least, STAGE_KEYS: tl.constexp
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs", "tiles_0", "programs_0", "tiles_1", "programs_1", "programs_2", "stage_tiles", "stage_least"
+        "num_seqs", "tiles_0", "parts_0", "tiles_1", "parts_1", "parts_2", "stage_tiles", "stage_least"
     ]
 )  # fmt: skip
 def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
     workspace,
     num_seqs: tl.int32,
     tiles_0: tl.int64,
-    programs_0: tl.int32,
+    parts_0: tl.int32,
     tiles_1: tl.int64,
-    programs_1: tl.int32,
-    programs_2: tl.int32,
+    parts_1: tl.int32,
+    parts_2: tl.int32,
     schedule_at: tl.int64,
     sequences_at: tl.int64,
     starts_at: tl.int64,
@@ -166,13 +166,14 @@ def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
     CHUNK: tl.constexpr,
     STAGE_KEYS: tl.constexpr,
 ):
-    """Program i: where attend programs 32 i to 32 i + 31 start.
+    """Program i: where parts 32 i to 32 i + 31 of the line start.
 
-    A row: {sequence, head, item, virtual tile, tiles to do} and the sequence's {first row, queries, length}, so that a
+    A row: {sequence, item, virtual tile, tiles to do} and the sequence's {first row, queries, length}, so that a
     program needs no second look before it can load its queries and keys.
 
-    The virtual line holds, for each sequence, head and item, PROLOGUE empty tiles and then its tiles of keys. Sequences
-    of at least `stage_least` queries that fit into `stage_tiles` tiles of STAGE_KEYS are not on it (0: all are).
+    The virtual line holds, for each sequence and item, PROLOGUE empty tiles and then its tiles of keys; it is the same
+    for every kv head. Sequences of at least `stage_least` queries that fit into `stage_tiles` tiles of STAGE_KEYS are
+    not on it (0: all are). `tiles_0` and `tiles_1` count those of all kv heads.
     """
     lane = tl.arange(0, CHUNK)
     entries = (workspace + sequences_at).to(tl.pointer_type(tl.int32))
@@ -184,17 +185,17 @@ def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
             entries, index, index < num_seqs, staged, stage_tiles, stage_least, STAGE_KEYS, P.window
         )  # fmt: skip
         total += cost.to(tl.int64)
-    a_head = tl.sum(total, axis=0)
-    line = a_head * P.heads
-    programs = tl.where(line <= tiles_0, programs_0, tl.where(line <= tiles_1, programs_1, programs_2)).to(tl.int64)
-    programs = tl.minimum(programs, line)
+    line = tl.sum(total, axis=0)
+    every = line * P.heads
+    parts = tl.where(every <= tiles_0, parts_0, tl.where(every <= tiles_1, parts_1, parts_2)).to(tl.int64)
+    parts = tl.minimum(parts, line)
     w = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    share = tl.maximum(programs, 1)
-    at = tl.minimum(w, programs) * line // share
-    end = tl.minimum(w + 1, programs) * line // share
+    share = tl.maximum(parts, 1)
+    at = tl.minimum(w, parts) * line // share
+    end = tl.minimum(w + 1, parts) * line // share
     sequence = tl.zeros([LANES], tl.int32)
     base = tl.zeros([LANES], tl.int64)
-    before = a_head * 0
+    before = line * 0
     staged = before
     starts = (workspace + starts_at).to(tl.pointer_type(tl.int64))
     for start in range(0, num_seqs, CHUNK):
@@ -209,18 +210,15 @@ def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
             tl.store(starts + index, ends - cost, mask=there)
             tl.store(entries + index * 8 + 6, place, mask=there)
             tl.store(entries + index * 8 + 7, walked, mask=there)
-        passed = there[:, None] & ((ends * P.heads)[:, None] <= at[None, :])
+        passed = there[:, None] & (ends[:, None] <= at[None, :])
         sequence += tl.sum(passed.to(tl.int32), axis=0)
-        base = tl.maximum(base, tl.max(tl.where(passed, (ends * P.heads)[:, None], 0), axis=0))
+        base = tl.maximum(base, tl.max(tl.where(passed, ends[:, None], 0), axis=0))
         before += tl.sum(cost, axis=0)
     busy = end > at
     entry = entries + tl.minimum(sequence, tl.maximum(num_seqs - 1, 0)) * 8
     queries = tl.load(entry + 1)
     length = tl.load(entry + 2)
-    cost = tl.maximum(tl.load(entry + 3), 1).to(tl.int64)
-    rest = at - base
-    head = tl.where(busy, rest // cost, 0)
-    rest = tl.where(busy, rest - head * cost, 0)
+    rest = tl.where(busy, at - base, 0)
     item = tl.zeros([LANES], tl.int32)
     low, high = item_tiles(item * TOKENS, queries, length, TOKENS, KEYS, P.window)
     more = busy & (rest >= high - low + PROLOGUE)
@@ -230,16 +228,16 @@ def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
         low, high = item_tiles(item * TOKENS, queries, length, TOKENS, KEYS, P.window)
         more = busy & (rest >= high - low + PROLOGUE)
     row = (workspace + schedule_at).to(tl.pointer_type(tl.int32)) + w * 8
-    exists = w < programs_2
+    exists = w < parts_2
     tl.store(row, sequence, mask=exists)
-    tl.store(row + 1, head.to(tl.int32), mask=exists)
-    tl.store(row + 2, item, mask=exists)
-    tl.store(row + 3, rest.to(tl.int32), mask=exists)
-    tl.store(row + 4, (end - at).to(tl.int32), mask=exists)
-    tl.store(row + 5, tl.load(entry), mask=exists)
-    tl.store(row + 6, queries, mask=exists)
-    tl.store(row + 7, length, mask=exists)
+    tl.store(row + 1, item, mask=exists)
+    tl.store(row + 2, rest.to(tl.int32), mask=exists)
+    tl.store(row + 3, (end - at).to(tl.int32), mask=exists)
+    tl.store(row + 4, tl.load(entry), mask=exists)
+    tl.store(row + 5, queries, mask=exists)
+    tl.store(row + 6, length, mask=exists)
     if tl.program_id(0) == 0:
         header = workspace.to(tl.pointer_type(tl.int64))
         tl.store(header, line)
-        tl.store(header + 1, programs)
+        tl.store(header + 1, parts)
+        tl.store(header + 2, parts_2.to(tl.int64))

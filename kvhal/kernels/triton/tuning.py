@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ class Tile:
     by `few_rows`; None for what is usual: prefill is. inline: the tile where V lies in rows (inline pages); None for
     this one, cut shorter by a rule. long: the tile for heads of more than 128 channels; None for this one. slices:
     `few_rows` multiplies queries by so many slices of their channels, a power of two; more take fewer registers.
+    programs: steps of its own instead of the row's, for tiles of fewer bytes; none for the row's.
     """
 
     keys: int = 32
@@ -37,6 +38,7 @@ class Tile:
     inline: Tile | None = None
     long: Tile | None = None
     slices: int = 1
+    programs: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Tile:
@@ -48,7 +50,7 @@ class Tile:
         if slices < 1 or slices & (slices - 1):
             raise ConfigError(f"a tile of a tuning asks for {slices} slices; give a power of two")
         others = {name: cls.parse(values[name]) for name in ("inline", "long") if values.get(name) is not None}
-        return cls(**{**values, **others})
+        return cls(**{**values, **others, "programs": _steps(values.get("programs", ()))})
 
 
 STAGED = Tile(64, num_warps=4, num_stages=2, rows=64)
@@ -126,7 +128,7 @@ class Tuning:
                     raise ConfigError(f"tuning {name!r} must name exactly {FAMILIES!r}; {missing!r} is missing or new")
                 values[name] = tuple((family, Tile.parse(tile)) for family, tile in values[name].items())
         if "programs" in values:
-            values["programs"] = tuple((int(tiles), int(each)) for tiles, each in values["programs"])
+            values["programs"] = _steps(values["programs"])
         if "hardware" in values:
             values["hardware"] = tuple(values["hardware"])
         if "staged" in values:
@@ -148,6 +150,10 @@ class Tuning:
         """The tile of a family, from this row or the default."""
         of: tuple[tuple[str, Tile], ...] = getattr(self, phase) or _TILES[phase]
         return dict(of)[family]
+
+
+def _steps(given: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((int(tiles), int(each)) for tiles, each in given)
 
 
 _DECODE = (

@@ -1,9 +1,10 @@
 """How an attend call is cut on a GPU, and the bytes of workspace that takes. Pure arithmetic: no torch, no triton.
 
 An item is up to `tokens` consecutive queries of one sequence under one kv head; its columns are (query, query head)
-pairs. All items' tiles of keys form one line, of which each of a fixed number of programs takes an equal part
-(stream-K), so a launch depends on shapes only. A program that finishes an item alone writes the result; otherwise it
-leaves a partial result in one of its two slots (its first item and its last) and `reduce` joins them.
+pairs. The tiles of keys of all items of a kv head form one line, cut in a number of equal parts (stream-K) that depends
+on shapes only; a program takes one part for one kv head. All heads are cut alike, so that programs side by side read
+the same pages at the same time. A program that finishes an item alone writes the result; otherwise it leaves a partial
+result in one of its two slots (its first item and its last) and `reduce` joins them.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ MANY_ACCUMULATED = 16384
 MANY_CHANNELS = 128
 MOST_REGISTERS = 255
 SMALL_HEAD = 64
+SMALL_TILE_BYTES = 4096
 LEAST_SLICE = 32
 MOST_KEYS = 64
 SHORT_KEYS = 16
@@ -60,7 +62,8 @@ class AttendCut:
 
     many: computed by `many_rows`, else by `few_rows`. tokens: queries an item. pairs: queries are split in two parts,
     which are two columns a row or, with as many columns as rows, two products. slices: of channels, multiplied one
-    after another. at_once: programs that run on a multiprocessor at once, 0 if nothing says how many.
+    after another. at_once: programs that run on a multiprocessor at once, 0 if nothing says how many. programs: (tiles
+    of a batch, programs a multiprocessor) steps, ascending.
     """
 
     prefill: bool
@@ -76,6 +79,7 @@ class AttendCut:
     maxnreg: int
     slots: int
     at_once: int
+    programs: tuple[tuple[int, int], ...]
 
     @classmethod
     @lru_cache(maxsize=1024)
@@ -129,30 +133,27 @@ class AttendCut:
         shape = _Shape(g, dim, rows, columns, pairs=pairs, prefill=prefill, many=many)
         tile = shape.fitted(tile, tuning, is_own=own is not None, is_long=is_long)
         slices = 1 if many else _slices(g, tile)
+        programs = ((1 << 62, tuning.prefill_programs),) * 3 if prefill else tile.programs or tuning.programs
         partial = 4 * rows * (g.v.head_dim + 1)
         slots = 2 * max(1, min(tuning.max_programs, PARTIAL_BYTES // (2 * partial)))
         return cls(
             prefill, many, tokens, rows, columns, pairs, slices, tile.keys, tile.num_warps, tile.num_stages,
-            tile.maxnreg, slots, shape.at_once(tile, tuning),
+            tile.maxnreg, slots, shape.at_once(tile, tuning), programs,
         )  # fmt: skip
 
-    def programs(
-        self, processors: int, tuning: Tuning, most_tiles: int = 1 << 62
-    ) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """(the number of programs launched, the steps (tiles, programs) by which a smaller batch uses fewer).
+    def parts(self, heads: int, processors: int, most_tiles: int = 1 << 62) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """(parts of the line, each for `heads` programs; the steps (tiles, parts) by which a smaller batch uses fewer).
 
-        Never more than run at once: a program that starts when another ends only adds its own beginning to the end.
-        most_tiles: a bound on the line of tiles; the programs of a longer one need not be launched.
+        Never more programs than run at once: one that starts when another ends only adds its own beginning to the end.
+        most_tiles: a bound on the tiles of all heads; the programs of more need not be launched.
         """
-        most = self.slots // 2
-        at_once = self.at_once or most
-        steps = ((1 << 62, tuning.prefill_programs),) * 3 if self.prefill else tuning.programs
-        found = tuple((tiles, min(most, max(1, min(each, at_once)) * processors)) for tiles, each in steps)
-        count = next(programs for tiles, programs in found if most_tiles <= tiles)
-        return count, tuple((tiles, min(count, programs)) for tiles, programs in found)
+        most = min(self.slots // 2, (self.at_once or self.slots) * processors)
+        found = tuple((tiles, max(1, min(most, each * processors) // heads)) for tiles, each in self.programs)
+        count = next(parts for tiles, parts in found if most_tiles <= tiles)
+        return count, tuple((tiles, min(count, parts)) for tiles, parts in found)
 
     def most_tiles(self, g: LayerGeometry, num_tokens: int, num_seqs: int, max_blocks: int, tuning: Tuning) -> int:
-        """A bound on the line of tiles of a call of this shape: every sequence as long as its row of the table."""
+        """A bound on the tiles of a call of this shape: every sequence as long as its row of the table."""
         items = (num_tokens + num_seqs * (self.tokens - 1)) // self.tokens
         return g.num_kv_heads * items * (-(-max_blocks * g.block_size // self.keys) + tuning.prologue)
 
@@ -181,14 +182,16 @@ class _Shape:
         # A prefill tile says its warps itself, and so does one without a cap on registers.
         elif not (self.many and (self.prefill or not tile.maxnreg)):
             warps = max(warps, self._warps(keys, tuning))
-        registers = tile.maxnreg
+        registers, stages = tile.maxnreg, tile.num_stages
         row_major = _is_row_major(self.g)
         if registers and not (self.prefill or is_careful(self.g) or row_major) and self.dim <= SMALL_HEAD:
-            # A small head wants more keys at a time (measured on sm_90).
-            keys = min(2 * keys, max(keys, MOST_KEYS), KEYS_BY_CHANNELS // pow2(self.dim))
+            # A small head wants more on its way: longer tiles where they are very small, else more (seen on sm_90).
+            if _tile_bytes(self.g, keys) < SMALL_TILE_BYTES:
+                keys = min(2 * keys, max(keys, MOST_KEYS), KEYS_BY_CHANNELS // pow2(self.dim))
+            else:
+                stages += 1
         if registers and (warps > tile.num_warps or self.dim > MANY_CHANNELS or (row_major and not is_own)):
             registers = MOST_REGISTERS
-        stages = tile.num_stages
         while stages > 1 and stages * _tile_bytes(self.g, keys) > tuning.shared_bytes:
             stages -= 1
         found = replace(tile, keys=keys, num_warps=warps, num_stages=stages, maxnreg=registers)
@@ -266,9 +269,9 @@ class _Shape:
 class AttendWorkspace:
     """Byte offsets of one call's workspace.
 
-    header int64 [8] {virtual tiles, programs} | schedule int32 [programs][8] | sequences int32 [seqs][8] | start of
-    each sequence in the line int64 [seqs] | sequence of each row int32 [tokens] | lse fp32 [slots][rows] | partial
-    results fp32 [slots][rows][head_dim_v].
+    header int64 [8] {virtual tiles a kv head, parts of them, parts launched} | schedule int32 [parts][8] | sequences
+    int32 [seqs][8] | start of each sequence in the line int64 [seqs] | sequence of each row int32 [tokens] | lse fp32
+    [slots][rows] | partial results fp32 [slots][rows][head_dim_v]. Slots: two for each kv head and part.
     """
 
     schedule: int
