@@ -19,13 +19,20 @@ __all__ = ["LayerCache"]
 
 
 class LayerCache:
-    """One layer of a lease. Cheap to make and to keep; every call checks that the lease is open."""
+    """One layer of a lease. Cheap to make and to keep; every call checks that the lease is open.
 
-    def __init__(self, lease: CacheLease, layer: int, geometry: LayerGeometry, packed: str) -> None:
+    group: the name of its group. source: the layer whose pages it reads, itself unless it shares another's.
+    """
+
+    def __init__(
+        self, lease: CacheLease, layer: int, geometry: LayerGeometry, packed: str, group: str, source: int
+    ) -> None:
         self.layer = layer
         self.geometry = geometry
         self._lease = lease
         self._packed = packed
+        self._group = group
+        self._source = source
 
     @property
     def k(self) -> CacheView:
@@ -53,16 +60,17 @@ class LayerCache:
         AddressError (checked addressing) for a bad or repeated slot; then nothing has been written.
         """
         cache = self._lease.cache_tensor()
-        source = self._lease.layout.spec.source_of(self.layer)
-        if source != self.layer:
+        if self._source != self.layer:
             raise SpecMismatch(
-                f"layer {self.layer} shares the pages of layer {source} and owns none; store through layer {source}"
+                f"layer {self.layer} shares the pages of layer {self._source} and owns none; "
+                f"store through layer {self._source}"
             )
-        self._check_here(cache, k=k, v=v)
         if isinstance(slots, Step):
             self._check_step(slots)
-            slots = slots.slots[: k.shape[0]]
-        self._check_here(cache, slots=slots)
+            self._check_here(cache, k=k, v=v)
+            slots = slots.slots_of(k.shape[0])
+        else:
+            self._check_here(cache, k=k, v=v, slots=slots)
         if self._lease.is_checked and not torch.compiler.is_compiling():
             self._lease.check_not_capturing("checked addressing waits for the device")
         torch.ops.kvhal.store(cache, k, v, slots, self._packed, self._lease.is_checked)
@@ -112,8 +120,9 @@ class LayerCache:
             table, lengths, starts, workspace = step.block_table, step.seq_lens, step.query_starts, step.workspace
         else:
             table, lengths, starts, workspace = self._plain(q, block_table, seq_lens, query_lens)
-        self._check_here(cache, q=q, block_table=table, seq_lens=lengths, query_lens=starts)
-        self._check_here(cache, sinks=sinks, out=out, lse=lse)
+        self._check_here(
+            cache, q=q, block_table=table, seq_lens=lengths, query_lens=starts, sinks=sinks, out=out, lse=lse
+        )  # fmt: skip
         if not softcap >= 0.0:
             raise SpecMismatch(f"softcap is {softcap!r}; it must be 0 (none) or more")
         if out is None:
@@ -163,22 +172,22 @@ class LayerCache:
     @staticmethod
     def _check_here(cache: torch.Tensor, **given: torch.Tensor | None) -> None:
         """Every argument must be a tensor on the cache's device: the operators dispatch on it, and would not notice."""
+        device = cache.device
         for name, tensor in given.items():
             if tensor is None:
                 continue
             if not isinstance(tensor, torch.Tensor):
-                raise SpecMismatch(f"{name} is a {type(tensor).__name__}; pass a tensor on {cache.device}")
-            if tensor.device != cache.device:
+                raise SpecMismatch(f"{name} is a {type(tensor).__name__}; pass a tensor on {device}")
+            if tensor.device != device:
                 raise SpecMismatch(
-                    f"{name} is on {tensor.device} and the cache is on {cache.device}; move it there with .to(…)"
+                    f"{name} is on {tensor.device} and the cache is on {device}; move it there with .to(…)"
                 )
 
     def _check_step(self, step: Step) -> None:
-        group = self._lease.layout.group_of(self.layer).group.name
-        if step.group != group:
+        if step.group != self._group:
             raise SpecMismatch(
-                f"layer {self.layer} is in group {group!r} and the step is over group {step.group!r}, whose blocks are "
-                f"others; make one with lease.step(group={group!r})"
+                f"layer {self.layer} is in group {self._group!r} and the step is over group {step.group!r}, whose "
+                f"blocks are others; make one with lease.step(group={self._group!r})"
             )
 
     def _check_capture(self, source: torch.Tensor | Step) -> None:

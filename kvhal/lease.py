@@ -71,7 +71,7 @@ class CacheLease:
         self.site = _allocation_site()
         self._platform = platform
         self._region = region
-        self._geometry: dict[int, tuple[LayerGeometry, str]] = {}
+        self._geometry: dict[int, tuple[LayerGeometry, str, str, int]] = {}
         self._drops: list[tuple[str, Callable[[], object]]] = []
         self._steps: list[Step] = []
         self._write_fixed_fields()
@@ -131,7 +131,8 @@ class CacheLease:
         self.check_open()
         if layer not in self._geometry:
             geometry = LayerGeometry.of(self.layout, layer)
-            self._geometry[layer] = (geometry, geometry.pack())
+            group, source = self.layout.group_of(layer).group.name, self.layout.spec.source_of(layer)
+            self._geometry[layer] = (geometry, geometry.pack(), group, source)
         return LayerCache(self, layer, *self._geometry[layer])
 
     def view(self, name: str, layer: int) -> CacheView:

@@ -36,6 +36,7 @@ class Step:
         self._region = region
         self._scheduled: tuple[Hashable, ...] | None = None
         self._served: set[int] = set()
+        self._first_slots: torch.Tensor | None = None
         # Kept rather than made on each use: compiled code needs the same tensors, and store and attend make nothing.
         self._tensors = {"workspace": region.tensor("uint8", layout.workspace, (layout.workspace_bytes,), (1,))}
         for name, (dtype, offset, shape, strides) in _arrays(layout).items():
@@ -48,6 +49,15 @@ class Step:
     @property
     def slots(self) -> torch.Tensor:
         return self._array("slots")
+
+    def slots_of(self, tokens: int) -> torch.Tensor:
+        """The first `tokens` slots, or all if there are fewer: made once for the layers of a step, not for each."""
+        slots = self._array("slots")
+        if tokens >= slots.shape[0] or torch.compiler.is_compiling():
+            return slots[:tokens] if tokens < slots.shape[0] else slots
+        if self._first_slots is None or self._first_slots.shape[0] != tokens:
+            self._first_slots = slots[:tokens]
+        return self._first_slots
 
     @property
     def block_table(self) -> torch.Tensor:
@@ -68,6 +78,7 @@ class Step:
 
     def release(self) -> RegionRelease:
         """Give the step's memory back; a bound buffer stays its engine's. Only the lease calls this."""
+        self._first_slots = None
         self._tensors.clear()
         return self._region.release()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvhal import CacheSpec, SpecMismatch
+from kvhal import CacheSpec, SpecMismatch, StaleView
 from kvhal.hal import Hal
 from kvhal.lease import CacheLease
 
@@ -192,3 +192,23 @@ def test_a_schedule_serves_each_layer_once(hal: Hal, monkeypatch: pytest.MonkeyP
             monkeypatch.undo()
             assert attended(c, q=q[:2].bfloat16()) == [False]
             assert lease.layer(1).attend(q, torch.zeros(4, 1).int(), torch.ones(4).int()).shape == q.shape
+
+
+def test_the_slots_of_fewer_tokens_are_a_view_made_once(lease: CacheLease) -> None:
+    step = lease.step(8, 4, 3)
+    step.update(slots=torch.tensor([5, 6, 7]))
+    three = step.slots_of(3)
+    assert three.tolist() == [5, 6, 7]
+    assert three.data_ptr() == step.slots.data_ptr()
+    step.update(slots=torch.tensor([9, 4]))
+    assert step.slots_of(3) is three
+    assert three.tolist() == [9, 4, -1]
+    assert step.slots_of(2).tolist() == [9, 4]
+    for tokens in (8, 9):
+        assert step.slots_of(tokens) is step.slots
+    del three
+    lease.close()
+    assert lease.release is not None
+    assert lease.release.is_complete
+    with pytest.raises(StaleView):
+        step.slots_of(3)
