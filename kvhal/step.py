@@ -53,8 +53,10 @@ class Step:
     def slots_of(self, tokens: int) -> torch.Tensor:
         """The first `tokens` slots, or all if there are fewer: made once for the layers of a step, not for each."""
         slots = self._array("slots")
-        if tokens >= slots.shape[0] or torch.compiler.is_compiling():
-            return slots[:tokens] if tokens < slots.shape[0] else slots
+        if tokens >= slots.shape[0]:
+            return slots
+        if torch.compiler.is_compiling():
+            return slots[:tokens]
         if self._first_slots is None or self._first_slots.shape[0] != tokens:
             self._first_slots = slots[:tokens]
         return self._first_slots
