@@ -112,13 +112,15 @@ def test_a_tile_that_another_phase_falls_back_to_changes_in_its_own_phase_alone(
             assert found.tile("int8", phase) == row.tile("int8", phase)
 
 
-def numbers(tile: Tile) -> dict[str, int]:
+def numbers(tile: Tile) -> dict[str, Any]:
     """What an overlay says of a tile."""
-    return {name: getattr(tile, name) for name in ("keys", "num_warps", "num_stages", "maxnreg")}
+    own = {"programs": [list(step) for step in tile.programs]} if tile.programs else {}
+    return own | {name: getattr(tile, name) for name in ("keys", "num_warps", "num_stages", "maxnreg")}
 
 
 def tuned(tile: Tile) -> Tile:
-    return replace(tile, keys=16, num_warps=8, num_stages=1, maxnreg=24)
+    steps = ((4, 5), (6, 7), (8, 9)) if tile.programs else ()
+    return replace(tile, keys=16, num_warps=8, num_stages=1, maxnreg=24, programs=steps)
 
 
 @pytest.mark.parametrize("arch", sorted(load_tunings(CUDA)))
@@ -130,7 +132,8 @@ def test_differences_make_the_row_again(arch: str, tmp_path: Path) -> None:
         staged=replace(before.staged, keys=32, num_warps=2, num_stages=1, maxnreg=0),
     )  # fmt: skip
     said = differences(row, shipped(arch))
-    assert said["decode"]["int8"] == numbers(tuned(before.tile("int8", "decode")))
+    for family in FAMILIES:
+        assert said["decode"][family] == numbers(tuned(before.tile(family, "decode")))
     assert said["programs"] == [[1, 1], [2, 2], [3, 3]]
     assert said["staged"] == {"keys": 32, "num_warps": 2, "num_stages": 1, "maxnreg": 0}
     assert set(said) == {"decode", "staged", "programs", "store_warps", "prefill_programs"}
@@ -175,6 +178,8 @@ BAD = {
     "version: 1\nrows:\n  - {arches: [sm_90], programs: [[9, 2], [3, 4], [5, 6]]}\n": "must ascend in tiles",
     "version: 1\nrows:\n  - {arches: [sm_90], programs: [[1, 8], [3, 4], [5, 6]]}\n": "the last must ask for the most",
     "version: 1\nrows:\n  - {arches: [sm_90], programs: [[1, 2]]}\n": "programs has 1 steps and the kernels take 3",
+    "version: 1\nrows:\n  - {arches: [sm_90], decode: {int4: {programs: [[1, 2]]}}}\n": "programs has 1 steps",
+    "version: 1\nrows:\n  - {arches: [sm_90], decode: {int4: {programs: 3}}}\n": "programs",
     "version: 1\nrows:\n  - {arches: [sm_90]}\n  - {arches: [sm_90]}\n": "arch 'sm_90' has two rows",
     "version: 1\nrows:\n  - {arches: [sm_80]}\n": "named for arch 'sm_90' and its rows are for sm_80",
     "version: 1\nrows: [{arches: [sm_90]}]\ntuned: {date: x}\n": "tuned: key 'device' is missing",

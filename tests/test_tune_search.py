@@ -325,3 +325,18 @@ def test_every_shipped_row_can_be_searched(platform: str) -> None:
             for axis in axes(target, whole, caps_registers=True):
                 others = [moved(whole, target, axis.name, value) for value in axis.values]
                 assert any(other is not None and other != whole for other in others)
+
+
+def test_a_tile_with_steps_of_its_own_is_tuned_with_them() -> None:
+    """The row's steps, which other tiles follow, stay."""
+    own = replace(ROW.tile("int8", "decode"), programs=((10, 4), (20, 8), (30, 12)))
+    row = replace(ROW, decode=tuple((f, own if f == "int8" else ROW.tile(f, "decode")) for f in FAMILIES))
+    best = {"programs.0": 2, "programs.1": 6, "programs.2": 8}
+
+    def time(values: dict[str, int], workload: str) -> float:
+        return valley(values, workload) * (1 + sum(abs(values[name] - best[name]) for name in best) / 20)
+
+    found = run(FakeBench(time), row=row)
+    assert found.row.tile("int8", "decode") == Tile(64, 4, 2, 200, programs=((10, 2), (20, 6), (30, 8)))
+    assert found.row.programs == ROW.programs
+    assert moved(row, INT8, "programs.2", 6) is None

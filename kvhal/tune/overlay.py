@@ -25,7 +25,7 @@ from kvhal.detection.installed import installed_triton
 from kvhal.errors import ConfigError, Problem
 from kvhal.kernels.fingerprint import fingerprint
 from kvhal.kernels.triton.kernel_set import TRITON
-from kvhal.kernels.triton.tuning import DEFAULT, FAMILIES, PHASES, Tuning, load_tunings
+from kvhal.kernels.triton.tuning import DEFAULT, FAMILIES, PHASES, Tile, Tuning, load_tunings
 from kvhal.source.user_folder import user_folder
 from kvhal.source.yaml_fields import FieldReader, Node
 from kvhal.source.yaml_source import read, shown
@@ -153,17 +153,19 @@ def differences(row: Tuning, shipped: Tuning) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for phase in PHASES:
         tiles = {f: row.tile(f, phase) for f in FAMILIES}
-        changed = {
-            f: {name: getattr(tile, name) for name in _TILE}
-            for f, tile in tiles.items()
-            if tile != shipped.tile(f, phase)
-        }
+        changed = {f: _said(tile) for f, tile in tiles.items() if tile != shipped.tile(f, phase)}
         found |= {phase: changed} if changed else {}
     if row.staged != shipped.staged:
         found["staged"] = {name: getattr(row.staged, name) for name in _STAGED}
     if row.programs != shipped.programs:
         found["programs"] = [list(step) for step in row.programs]
     return found | {name: getattr(row, name) for name in _LAUNCH if getattr(row, name) != getattr(shipped, name)}
+
+
+def _said(tile: Tile) -> dict[str, Any]:
+    """What an overlay says of a tile: its steps only where it has its own."""
+    found: dict[str, Any] = {name: getattr(tile, name) for name in _TILE}
+    return found | {"programs": [list(step) for step in tile.programs]} if tile.programs else found
 
 
 def write_overlay(overlay: Overlay, path: Path) -> None:
@@ -222,7 +224,7 @@ class _Reader:
         values: dict[str, Any] = {}
         for phase in (name for name in PHASES if name in given):
             tiles = self.fields.mapping(given[phase], phase, optional=FAMILIES) or {}
-            values[phase] = {family: self._tile(tile, f"{phase} {family}", _TILE) for family, tile in tiles.items()}
+            values[phase] = {family: self._own_tile(tile, f"{phase} {family}") for family, tile in tiles.items()}
         if "staged" in given:
             values["staged"] = self._tile(given["staged"], "staged", _STAGED)
         if "programs" in given:
@@ -234,8 +236,16 @@ class _Reader:
                 self.fields.problem(given["arches"], f"arch {arch!r} has two rows; give it one")
             rows[arch] = values
 
+    def _own_tile(self, node: Node, what: str) -> dict[str, Any]:
+        """A family's tile, which may have steps of programs of its own."""
+        given = self.fields.mapping(node, what, optional=[*_TILE, "programs"]) or {}
+        found: dict[str, Any] = {"programs": self._programs(given.pop("programs"))} if "programs" in given else {}
+        return found | self._numbers(given, what, _TILE)
+
     def _tile(self, node: Node, what: str, rules: _Rules) -> dict[str, int]:
-        given = self.fields.mapping(node, what, optional=list(rules)) or {}
+        return self._numbers(self.fields.mapping(node, what, optional=list(rules)) or {}, what, rules)
+
+    def _numbers(self, given: Mapping[str, Node], what: str, rules: _Rules) -> dict[str, int]:
         return {name: self._number(each, f"{what}: {name}", rules[name]) for name, each in given.items()}
 
     def _programs(self, node: Node) -> list[tuple[int, int]]:

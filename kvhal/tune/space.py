@@ -1,7 +1,7 @@
 """What is tuned: targets, each with a few whole numbers of a `Tuning`, and the values they may take. No torch.
 
-A target with a family is the tile of one attend kernel. One without is what all families share: launch sizes of
-decode and prefill, the tile over staged contexts, and everything of store.
+A target with a family is the tile of one attend kernel, with its steps of `programs` where it has its own. One without
+is what all families share: launch sizes of decode and prefill, the tile over staged contexts, and everything of store.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ PROGRAMS = (1, 2, 3, 4, 6, 8, 10, 12, 16)
 PREFILL_PROGRAMS = (1, 2, 3, 4, 6)
 STORE_SMALL = (0, 16, 64, 256, 1024)
 _STEP = "programs."
+# (tiles of a batch, programs a multiprocessor)
+Step = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,36 +91,41 @@ def axes(target: Target, row: Tuning, *, caps_registers: bool) -> tuple[Axis, ..
     if _is_tile(target):
         caps = (Axis("maxnreg", MAXNREG),) if caps_registers else ()
         keys = STAGED_KEYS if target.phase == STAGED else KEYS
-        return (Axis("keys", keys), Axis("num_warps", NUM_WARPS), Axis("num_stages", NUM_STAGES), *caps)
+        tile = (Axis("keys", keys), Axis("num_warps", NUM_WARPS), Axis("num_stages", NUM_STAGES), *caps)
+        return (*tile, *_step_axes(_tile(row, target).programs))
     if target.phase == STORE:
         return (Axis("store_warps", NUM_WARPS), Axis("store_small", STORE_SMALL))
     if target.phase == "prefill":
         return (Axis("prefill_programs", PREFILL_PROGRAMS),)
-    # The last step first: it is the most that the others may reach.
-    steps = range(len(row.programs) - 1, -1, -1)
-    return tuple(Axis(f"{_STEP}{step}", PROGRAMS) for step in steps)
+    return _step_axes(row.programs)
+
+
+def _step_axes(steps: Sequence[Step]) -> tuple[Axis, ...]:
+    """The last step first: it is the most that the others may reach."""
+    return tuple(Axis(f"{_STEP}{step}", PROGRAMS) for step in range(len(steps) - 1, -1, -1))
 
 
 def value_of(row: Tuning, target: Target, axis: str) -> int:
     """What a row says."""
-    if _is_tile(target):
-        return int(getattr(_tile(row, target), axis))
+    of = _tile(row, target) if _is_tile(target) else row
     if axis.startswith(_STEP):
-        return row.programs[int(axis.removeprefix(_STEP))][1]
-    return int(getattr(row, axis))
+        return of.programs[int(axis.removeprefix(_STEP))][1]
+    return int(getattr(of, axis))
 
 
 def moved(row: Tuning, target: Target, axis: str, value: int) -> Tuning | None:
     """The row with one number changed; None if no launch can be like that."""
+    of = _tile(row, target) if _is_tile(target) else row
     change: dict[str, Any] = {axis: value}
-    if _is_tile(target):
-        return _with_tile(row, target, replace(_tile(row, target), **change))
     if axis.startswith(_STEP):
         step = int(axis.removeprefix(_STEP))
-        steps = tuple((tiles, value if i == step else each) for i, (tiles, each) in enumerate(row.programs))
+        steps = tuple((tiles, value if i == step else each) for i, (tiles, each) in enumerate(of.programs))
         # The last step is the size of the grid, so no other may ask for more.
-        return replace(row, programs=steps) if max(each for _, each in steps) == steps[-1][1] else None
-    return replace(row, **change)
+        if max(each for _, each in steps) > steps[-1][1]:
+            return None
+        change = {"programs": steps}
+    found = replace(of, **change)
+    return _with_tile(row, target, found) if isinstance(found, Tile) else found
 
 
 def taken_from(row: Tuning, other: Tuning, target: Target) -> Tuning:
