@@ -200,11 +200,11 @@ def prepare(
         int(not checked), work.sequences, work.rows, *common, SEQUENCE_CHUNK,
     )  # fmt: skip
     cut_up = (
-        num_seqs, steps[0][0], steps[0][1], steps[1][0], steps[1][1], parts, work.schedule, work.sequences,
-        work.starts, *((staging.tiles, staging.least) if staging else (0, 0)), *common, SCHEDULE_CHUNK,
+        num_seqs, num_tokens, steps[0][0], steps[0][1], steps[1][0], steps[1][1], parts, work.schedule, work.sequences,
+        work.rows, *((staging.tiles, staging.least) if staging else (0, 0)), *common, SCHEDULE_CHUNK,
         staging.tile.keys if staging else 0,
     )  # fmt: skip
-    grids = (num_seqs + 1,), (-(-parts // SCHEDULE_LANES),)
+    grids = (num_seqs + 1,), (-(-parts // SCHEDULE_LANES) + -(-num_tokens // SCHEDULE_LANES),)
     with _on(cache):
         first = sequences_kernel[grids[0]](cache, block_table, seq_lens, query_starts, workspace, *look, num_warps=1)
         second = schedule_kernel[grids[1]](workspace, *cut_up, num_warps=1)
@@ -278,8 +278,7 @@ def attend(
         scale, softcap, work.schedule, work.sequences, work.lse, work.partial, page, *constants.values(),
     )  # fmt: skip
     join = (
-        num_seqs, out.stride(0), out.stride(1), *lse_strides,
-        work.sequences, work.starts, work.rows, work.lse, work.partial, page, *reduced.values(),
+        parts, out.stride(0), out.stride(1), *lse_strides, work.rows, work.lse, work.partial, page, *reduced.values(),
     )  # fmt: skip
     grids = (count,), (tokens, heads // reduced["HEADS"], -(-g.v.head_dim // reduced["CHANNELS"]))
     with _on(cache):

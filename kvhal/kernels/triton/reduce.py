@@ -8,36 +8,30 @@ import triton
 import triton.language as tl
 
 from kvhal.kernels.triton.attend import finish, write_row
-from kvhal.kernels.triton.schedule import item_tiles
+from kvhal.kernels.triton.schedule import EMPTY, JOINED, UNREADABLE
 
 __all__ = ["reduce_kernel"]
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["parts"])
 def reduce_kernel(
     workspace,
     sinks,
     out,
     lse,
-    num_seqs: tl.int32,
+    parts: tl.int32,
     o_token: tl.int64,
     o_head: tl.int64,
     lse_token: tl.int64,
     lse_head: tl.int64,
-    sequences_at: tl.int64,
-    starts_at: tl.int64,
     rows_at: tl.int64,
     lse_at: tl.int64,
     partial_at: tl.int64,
     P: tl.constexpr,
     GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    PROLOGUE: tl.constexpr,
     PARTS: tl.constexpr,
     CHANNELS: tl.constexpr,
-    CHUNK: tl.constexpr,
     HEADS: tl.constexpr,
     ALIKE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -47,71 +41,25 @@ def reduce_kernel(
 
     WIDTH: ALIKE rounded up to a power of two. A row of an unreadable sequence is NaN; a row that sees nothing, or that
     belongs to no sequence, is zero. DEPENDENT: this grid may have started before attend's ended; what the step's
-    schedule holds is older than both.
+    schedule says is older than both.
     """
     token = tl.program_id(0)
-    b = tl.load((workspace + rows_at).to(tl.pointer_type(tl.int32)) + token)
-    known = (b >= 0) & (b < num_seqs)
-    entry = (workspace + sequences_at).to(tl.pointer_type(tl.int32)) + tl.where(known, b, 0) * 8
-    first = tl.load(entry)
-    queries = tl.load(entry + 1)
-    length = tl.load(entry + 2)
-    # Where query_starts make no sense a row's sequence may be left over from another call.
-    known = known & (token >= first) & (token < first + queries)
-    # `prefill` wrote the rows of staged sequences.
-    mine = tl.where(known, tl.load(entry + 6), -1) < 0
-    # All this is the schedule's, and needs not wait for attend.
-    w0, w1 = _parts(
-        workspace, token, b, known & mine, first, queries, length, starts_at, P, TOKENS, KEYS, PROLOGUE, CHUNK
-    )  # fmt: skip
-    parts = tl.load(workspace.to(tl.pointer_type(tl.int64)) + 2).to(tl.int32)
+    row = (workspace + rows_at).to(tl.pointer_type(tl.int32)) + token * 4
+    state = tl.load(row)
+    w0 = tl.load(row + 1)
+    w1 = tl.load(row + 2)
+    query = tl.load(row + 3)
     if DEPENDENT:
         # In every program, or this grid could end, and the next kernel start, while attend still runs.
         tl.extra.cuda.gdc_wait()
-    if mine:
+    if state > 0:
         for i in range(HEADS // ALIKE):
             from_head = tl.program_id(1) * HEADS + i * ALIKE
             _rows(
-                workspace, sinks, out, lse, token, from_head, w0, w1, parts, known, first, length,
+                workspace, sinks, out, lse, token, from_head, state, w0, w1, query, parts,
                 o_token, o_head, lse_token, lse_head, lse_at, partial_at,
-                P, GROUP, TOKENS, ROWS, PARTS, CHANNELS, ALIKE, WIDTH,
+                P, GROUP, ROWS, PARTS, CHANNELS, ALIKE, WIDTH,
             )  # fmt: skip
-
-
-@triton.jit
-def _parts(
-    workspace,
-    token,
-    b,
-    known,
-    first,
-    queries,
-    length,
-    starts_at,
-    P: tl.constexpr,
-    TOKENS: tl.constexpr,
-    KEYS: tl.constexpr,
-    PROLOGUE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """The parts of the line that hold the first and the last tile of a token's item; 0 and 0 where there is none."""
-    w0 = tl.zeros([1], tl.int64)
-    w1 = w0
-    if known & (length > 0):
-        header = workspace.to(tl.pointer_type(tl.int64))
-        line = tl.load(header)
-        parts = tl.load(header + 1)
-        item = (token - first) // TOKENS
-        before = tl.zeros([CHUNK], tl.int64)
-        each = tl.arange(0, CHUNK)
-        for start in range(0, item, CHUNK):
-            low, high = item_tiles((start + each) * TOKENS, queries, length, TOKENS, KEYS, P.window)
-            before += tl.where(start + each < item, high - low + PROLOGUE, 0).to(tl.int64)
-        low, high = item_tiles(item * TOKENS, queries, length, TOKENS, KEYS, P.window)
-        start = tl.load((workspace + starts_at).to(tl.pointer_type(tl.int64)) + b) + tl.sum(before, axis=0)
-        w0 += ((start + PROLOGUE + 1) * parts - 1) // line
-        w1 += ((start + PROLOGUE + high - low) * parts - 1) // line
-    return tl.max(w0, axis=0).to(tl.int32), tl.max(w1, axis=0).to(tl.int32)
 
 
 @triton.jit
@@ -122,12 +70,11 @@ def _rows(
     lse,
     token,
     from_head,
+    state,
     w0,
     w1,
+    query,
     parts,
-    known,
-    first,
-    length,
     o_token,
     o_head,
     lse_token,
@@ -136,7 +83,6 @@ def _rows(
     partial_at,
     P: tl.constexpr,
     GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -152,45 +98,43 @@ def _rows(
     to = out + token.to(tl.int64) * o_token + (head.to(tl.int64) * o_head)[:, None] + channel[None, :]
     lse_to = token.to(tl.int64) * lse_token + head * lse_head
     is_first = valid & (tl.program_id(2) == 0)
-    if known & (length > 0):
-        if w1 > w0:
-            row = (token - first) % TOKENS * GROUP + head % GROUP
-            of_head = from_head // GROUP * parts
-            part = tl.arange(0, PARTS)
-            top = tl.full([WIDTH], -3.0e38, tl.float32)
-            weight = tl.zeros([WIDTH], tl.float32)
-            total = tl.zeros([WIDTH, CHANNELS], tl.float32)
-            for w in range(w0, w1 + 1, PARTS):
-                there = (w + part <= w1)[:, None] & valid[None, :]
-                slot = 2 * (of_head + w + part).to(tl.int64) + (w + part == w0).to(tl.int64)
-                place = (slot * ROWS)[:, None] + row[None, :]
-                e = tl.load((workspace + lse_at).to(tl.pointer_type(tl.float32)) + place, mask=there, other=0.0)
-                e = tl.where(there, e, float("-inf"))
-                y = tl.load(
-                    (workspace + partial_at).to(tl.pointer_type(tl.float32))
-                    + (place * P.v.dim)[:, :, None]
-                    + channel[None, None, :],
-                    mask=there[:, :, None] & (channel < P.v.dim)[None, None, :],
-                    other=0.0,
-                )
-                highest = tl.maximum(top, tl.max(e, axis=0))
-                share = tl.exp2(e - highest[None, :])
-                shrink = tl.exp2(top - highest)
-                total = total * shrink[:, None] + tl.sum(y * share[:, :, None], axis=0)
-                weight = weight * shrink + tl.sum(share, axis=0)
-                top = highest
-            factor, natural = finish(top + tl.log2(weight), sinks, head, valid)
-            share = factor / tl.where(weight == 0.0, 1.0, weight)
-            write_row(to, total * share[:, None], inside)
-            if lse is not None:
-                tl.store(lse + lse_to, natural, mask=is_first)
+    if state == JOINED:
+        row = query * GROUP + head % GROUP
+        of_head = from_head // GROUP * parts
+        part = tl.arange(0, PARTS)
+        top = tl.full([WIDTH], -3.0e38, tl.float32)
+        weight = tl.zeros([WIDTH], tl.float32)
+        total = tl.zeros([WIDTH, CHANNELS], tl.float32)
+        for w in range(w0, w1 + 1, PARTS):
+            there = (w + part <= w1)[:, None] & valid[None, :]
+            slot = 2 * (of_head + w + part).to(tl.int64) + (w + part == w0).to(tl.int64)
+            place = (slot * ROWS)[:, None] + row[None, :]
+            e = tl.load((workspace + lse_at).to(tl.pointer_type(tl.float32)) + place, mask=there, other=0.0)
+            e = tl.where(there, e, float("-inf"))
+            y = tl.load(
+                (workspace + partial_at).to(tl.pointer_type(tl.float32))
+                + (place * P.v.dim)[:, :, None]
+                + channel[None, None, :],
+                mask=there[:, :, None] & (channel < P.v.dim)[None, None, :],
+                other=0.0,
+            )
+            highest = tl.maximum(top, tl.max(e, axis=0))
+            share = tl.exp2(e - highest[None, :])
+            shrink = tl.exp2(top - highest)
+            total = total * shrink[:, None] + tl.sum(y * share[:, :, None], axis=0)
+            weight = weight * shrink + tl.sum(share, axis=0)
+            top = highest
+        factor, natural = finish(top + tl.log2(weight), sinks, head, valid)
+        share = factor / tl.where(weight == 0.0, 1.0, weight)
+        write_row(to, total * share[:, None], inside)
+        if lse is not None:
+            tl.store(lse + lse_to, natural, mask=is_first)
     else:
-        unreadable = known & (length < 0)
-        value = tl.where(unreadable, float("nan"), 0.0)
+        value = tl.where(state == UNREADABLE, float("nan"), 0.0)
         write_row(to, tl.zeros([WIDTH, CHANNELS], tl.float32) + value, inside)
         if lse is not None:
-            natural = tl.zeros([WIDTH], tl.float32) + tl.where(unreadable, float("nan"), float("-inf"))
+            natural = tl.zeros([WIDTH], tl.float32) + tl.where(state == UNREADABLE, float("nan"), float("-inf"))
             if sinks is not None:
                 sink = tl.load(sinks + head, mask=valid, other=0.0)
-                natural = tl.where(known & (length == 0), sink.to(tl.float32), natural)
+                natural = tl.where(state == EMPTY, sink.to(tl.float32), natural)
             tl.store(lse + lse_to, natural, mask=is_first)

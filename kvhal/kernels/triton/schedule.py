@@ -13,9 +13,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["item_tiles", "schedule_kernel", "sequences_kernel", "staged_tiles", "whole_tiles"]
+__all__ = [
+    "EMPTY",
+    "JOINED",
+    "UNREADABLE",
+    "WRITTEN",
+    "item_tiles",
+    "schedule_kernel",
+    "sequences_kernel",
+    "staged_tiles",
+    "whole_tiles",
+]
 
 LANES = tl.constexpr(32)
+# What becomes of a row of the result: attend or prefill has written it, its parts are to be joined, its sequence has
+# nothing to read, it belongs to no sequence, its sequence cannot be read.
+WRITTEN = tl.constexpr(0)
+JOINED = tl.constexpr(1)
+EMPTY = tl.constexpr(2)
+NOBODY = tl.constexpr(3)
+UNREADABLE = tl.constexpr(4)
 
 
 @triton.jit
@@ -82,7 +99,7 @@ def sequences_kernel(
     if b == num_seqs:
         first = tl.minimum(tl.maximum(tl.load(query_starts + num_seqs), 0), num_tokens).to(tl.int32)
         for start in range(first, num_tokens, CHUNK):
-            tl.store(rows + start + lane, tl.full([CHUNK], -1, tl.int32), mask=start + lane < num_tokens)
+            tl.store(rows + (start + lane) * 4, tl.full([CHUNK], -1, tl.int32), mask=start + lane < num_tokens)
     else:
         first = tl.load(query_starts + b).to(tl.int32)
         end = tl.load(query_starts + b + 1).to(tl.int32)
@@ -117,7 +134,8 @@ def sequences_kernel(
         tl.store(entry + 4, faults)
         tl.store(entry + 5, sane.to(tl.int32))
         for start in range(0, queries, CHUNK):
-            tl.store(rows + first + start + lane, tl.zeros([CHUNK], tl.int32) + b, mask=start + lane < queries)
+            at = rows + (first + start + lane) * 4
+            tl.store(at, tl.zeros([CHUNK], tl.int32) + b, mask=start + lane < queries)
         if (faults > 0) & (is_counted > 0):
             counters = (cache + counters_offset).to(tl.pointer_type(tl.int64))
             tl.atomic_add(counters + 1, faults.to(tl.int64))
@@ -143,12 +161,13 @@ def _placed(entries, index, there, staged, tiles, least, STAGE_KEYS: tl.constexp
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs", "tiles_0", "parts_0", "tiles_1", "parts_1", "parts_2", "stage_tiles", "stage_least"
+        "num_seqs", "num_tokens", "tiles_0", "parts_0", "tiles_1", "parts_1", "parts_2", "stage_tiles", "stage_least"
     ]
 )  # fmt: skip
-def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
+def schedule_kernel(
     workspace,
     num_seqs: tl.int32,
+    num_tokens: tl.int32,
     tiles_0: tl.int64,
     parts_0: tl.int32,
     tiles_1: tl.int64,
@@ -156,7 +175,7 @@ def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
     parts_2: tl.int32,
     schedule_at: tl.int64,
     sequences_at: tl.int64,
-    starts_at: tl.int64,
+    rows_at: tl.int64,
     stage_tiles: tl.int32,
     stage_least: tl.int32,
     P: tl.constexpr,
@@ -166,10 +185,7 @@ def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
     CHUNK: tl.constexpr,
     STAGE_KEYS: tl.constexpr,
 ):
-    """Program i: where parts 32 i to 32 i + 31 of the line start.
-
-    A row: {sequence, item, virtual tile, tiles to do} and the sequence's {first row, queries, length}, so that a
-    program needs no second look before it can load its queries and keys.
+    """The first programs: where 32 parts of the line each start. The others: who leaves what of 32 rows each.
 
     The virtual line holds, for each sequence and item, PROLOGUE empty tiles and then its tiles of keys; it is the same
     for every kv head. Sequences of at least `stage_least` queries that fit into `stage_tiles` tiles of STAGE_KEYS are
@@ -189,7 +205,45 @@ def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
     every = line * P.heads
     parts = tl.where(every <= tiles_0, parts_0, tl.where(every <= tiles_1, parts_1, parts_2)).to(tl.int64)
     parts = tl.minimum(parts, line)
-    w = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    i = tl.program_id(0)
+    ahead = (parts_2 + LANES - 1) // LANES
+    if i < ahead:
+        _cut(
+            (workspace + schedule_at).to(tl.pointer_type(tl.int32)), entries, i, line, parts, parts_2, num_seqs,
+            stage_tiles, stage_least, P, TOKENS, KEYS, PROLOGUE, CHUNK, STAGE_KEYS,
+        )  # fmt: skip
+    else:
+        _told(
+            (workspace + rows_at).to(tl.pointer_type(tl.int32)), entries, i - ahead, line, parts, num_tokens, num_seqs,
+            stage_tiles, stage_least, P, TOKENS, KEYS, PROLOGUE, CHUNK, STAGE_KEYS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _cut(
+    schedule,
+    entries,
+    i,
+    line,
+    parts,
+    most,
+    num_seqs,
+    stage_tiles,
+    stage_least,
+    P: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGE_KEYS: tl.constexpr,
+):
+    """Where parts 32 i to 32 i + 31 of the line start.
+
+    A row: {sequence, item, virtual tile, tiles to do} and the sequence's {first row, queries, length}, so that a
+    program needs no second look before it can load its queries and keys.
+    """
+    lane = tl.arange(0, CHUNK)
+    w = i.to(tl.int64) * LANES + tl.arange(0, LANES)
     share = tl.maximum(parts, 1)
     at = tl.minimum(w, parts) * line // share
     end = tl.minimum(w + 1, parts) * line // share
@@ -197,7 +251,6 @@ def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
     base = tl.zeros([LANES], tl.int64)
     before = line * 0
     staged = before
-    starts = (workspace + starts_at).to(tl.pointer_type(tl.int64))
     for start in range(0, num_seqs, CHUNK):
         index = start + lane
         there = index < num_seqs
@@ -206,8 +259,7 @@ def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
         )  # fmt: skip
         cost = walked.to(tl.int64)
         ends = before + tl.cumsum(cost, 0)
-        if tl.program_id(0) == 0:
-            tl.store(starts + index, ends - cost, mask=there)
+        if i == 0:
             tl.store(entries + index * 8 + 6, place, mask=there)
             tl.store(entries + index * 8 + 7, walked, mask=there)
         passed = there[:, None] & (ends[:, None] <= at[None, :])
@@ -227,8 +279,8 @@ def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
         item += more.to(tl.int32)
         low, high = item_tiles(item * TOKENS, queries, length, TOKENS, KEYS, P.window)
         more = busy & (rest >= high - low + PROLOGUE)
-    row = (workspace + schedule_at).to(tl.pointer_type(tl.int32)) + w * 8
-    exists = w < parts_2
+    row = schedule + w * 8
+    exists = w < most
     tl.store(row, sequence, mask=exists)
     tl.store(row + 1, item, mask=exists)
     tl.store(row + 2, rest.to(tl.int32), mask=exists)
@@ -236,8 +288,75 @@ def schedule_kernel(  # noqa: PLR0915  # one kernel, one function
     tl.store(row + 4, tl.load(entry), mask=exists)
     tl.store(row + 5, queries, mask=exists)
     tl.store(row + 6, length, mask=exists)
-    if tl.program_id(0) == 0:
-        header = workspace.to(tl.pointer_type(tl.int64))
-        tl.store(header, line)
-        tl.store(header + 1, parts)
-        tl.store(header + 2, parts_2.to(tl.int64))
+
+
+@triton.jit
+def _told(
+    rows,
+    entries,
+    i,
+    line,
+    parts,
+    num_tokens,
+    num_seqs,
+    stage_tiles,
+    stage_least,
+    P: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGE_KEYS: tl.constexpr,
+):
+    """What becomes of rows 32 i to 32 i + 31: {state, first and last part of the line that hold it, query in its item}.
+
+    Each held its sequence so far, as `sequences_kernel` left it.
+    """
+    lane = tl.arange(0, CHUNK)
+    token = i * LANES + tl.arange(0, LANES)
+    here = token < num_tokens
+    row = rows + token * 4
+    b = tl.load(row, mask=here, other=-1)
+    known = (b >= 0) & (b < num_seqs)
+    entry = entries + tl.where(known, b, 0) * 8
+    first = tl.load(entry, mask=known, other=0)
+    queries = tl.load(entry + 1, mask=known, other=0)
+    length = tl.load(entry + 2, mask=known, other=0)
+    # Where query_starts make no sense a row's sequence may be left over from another call.
+    known = known & (token >= first) & (token < first + queries)
+    at = tl.zeros([LANES], tl.int64)
+    is_staged = tl.zeros([LANES], tl.int32)
+    before = line * 0
+    staged = before
+    for start in range(0, num_seqs, CHUNK):
+        index = start + lane
+        there = index < num_seqs
+        place, walked, staged = _placed(
+            entries, index, there, staged, stage_tiles, stage_least, STAGE_KEYS, P.window
+        )  # fmt: skip
+        cost = walked.to(tl.int64)
+        begins = before + tl.cumsum(cost, 0) - cost
+        own = there[:, None] & (index[:, None] == b[None, :])
+        at += tl.sum(tl.where(own, begins[:, None], 0), axis=0)
+        is_staged += tl.sum((own & (place >= 0)[:, None]).to(tl.int32), axis=0)
+        before += tl.sum(cost, axis=0)
+    walked = known & (length > 0) & (is_staged == 0)
+    item = tl.where(walked, (token - first) // TOKENS, 0)
+    other = tl.arange(0, LANES)
+    for start in range(0, tl.max(item, axis=0), LANES):
+        low, high = item_tiles(
+            ((start + other) * TOKENS)[:, None], queries[None, :], length[None, :], TOKENS, KEYS, P.window
+        )  # fmt: skip
+        cost = tl.where((start + other)[:, None] < item[None, :], high - low + PROLOGUE, 0)
+        at += tl.sum(cost.to(tl.int64), axis=0)
+    low, high = item_tiles(item * TOKENS, queries, length, TOKENS, KEYS, P.window)
+    tiles = tl.maximum(line, 1)
+    w0 = ((at + PROLOGUE + 1) * parts - 1) // tiles
+    w1 = ((at + PROLOGUE + high - low) * parts - 1) // tiles
+    state = tl.where(walked & (w1 > w0), JOINED, WRITTEN)
+    state = tl.where(length == 0, EMPTY, tl.where(length < 0, UNREADABLE, state))
+    state = tl.where(known, state, NOBODY)
+    tl.store(row, state, mask=here)
+    tl.store(row + 1, w0.to(tl.int32), mask=here)
+    tl.store(row + 2, w1.to(tl.int32), mask=here)
+    tl.store(row + 3, token - first - item * TOKENS, mask=here)

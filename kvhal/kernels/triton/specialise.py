@@ -41,7 +41,6 @@ STAGE_WARPS = 4
 # Longer rows need the registers.
 CAPPED_CHANNELS = 128
 SCHEDULE_CHUNK = 64
-REDUCE_CHUNK = 32
 # Reduction: most parts and most elements read at a time; rows of the result from which one program serves a whole row,
 # and from which it serves several heads of an item, whose place it then works out once.
 MOST_PARTS = 256
@@ -102,13 +101,9 @@ def reduce_constants(
         parts = max(1, min(parts, 2 * REDUCED // (dim * width)))
     return {
         "GROUP": group,
-        "TOKENS": cut.tokens,
         "ROWS": cut.rows,
-        "KEYS": cut.keys,
-        "PROLOGUE": tuning.prologue,
         "PARTS": parts,
         "CHANNELS": dim if rows >= MANY_ROWS else min(dim, max(16, REDUCED // parts)),
-        "CHUNK": REDUCE_CHUNK,
         "HEADS": heads,
         "ALIKE": alike,
         "WIDTH": width,

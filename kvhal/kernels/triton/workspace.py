@@ -21,9 +21,9 @@ from kvhal.modes import Scaling
 __all__ = ["AttendCut", "AttendWorkspace", "triton_workspace_bytes"]
 
 ALIGNMENT = 64
-HEADER_BYTES = 64
 SCHEDULE_BYTES = 32
 SEQUENCE_BYTES = 32
+ROW_BYTES = 16
 MAX_DECODE_QUERIES = 8
 PARTIAL_BYTES = 40 << 20
 # CUDA C++ Programming Guide, compute capability 8.0 to 12.0: each of a multiprocessor's four schedulers has registers
@@ -269,14 +269,12 @@ class _Shape:
 class AttendWorkspace:
     """Byte offsets of one call's workspace.
 
-    header int64 [8] {virtual tiles a kv head, parts of them, parts launched} | schedule int32 [parts][8] | sequences
-    int32 [seqs][8] | start of each sequence in the line int64 [seqs] | sequence of each row int32 [tokens] | lse fp32
+    schedule int32 [parts][8] | sequences int32 [seqs][8] | what becomes of each row int32 [tokens][4] | lse fp32
     [slots][rows] | partial results fp32 [slots][rows][head_dim_v]. Slots: two for each kv head and part.
     """
 
     schedule: int
     sequences: int
-    starts: int
     rows: int
     lse: int
     partial: int
@@ -286,11 +284,9 @@ class AttendWorkspace:
     @lru_cache(maxsize=1024)
     def of(cls, cut: AttendCut, dim: int, num_tokens: int, num_seqs: int) -> AttendWorkspace:
         sizes = (
-            HEADER_BYTES,
             SCHEDULE_BYTES * (cut.slots // 2),
             SEQUENCE_BYTES * num_seqs,
-            8 * num_seqs,
-            4 * num_tokens,
+            ROW_BYTES * num_tokens,
             4 * cut.slots * cut.rows,
             4 * cut.slots * cut.rows * dim,
         )
@@ -298,8 +294,8 @@ class AttendWorkspace:
         for size in sizes:
             offsets.append(end)
             end += -(-size // ALIGNMENT) * ALIGNMENT
-        _, schedule, sequences, starts, rows, lse, partial = offsets
-        return cls(schedule, sequences, starts, rows, lse, partial, end)
+        schedule, sequences, rows, lse, partial = offsets
+        return cls(schedule, sequences, rows, lse, partial, end)
 
 
 @lru_cache(maxsize=1024)

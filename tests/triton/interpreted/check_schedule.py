@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvhal.kernels.triton import launch
+from kvhal.kernels.triton import launch, schedule
 from kvhal.kernels.triton.workspace import AttendCut, AttendWorkspace, triton_workspace_bytes
 from tests.kernels.oracle import make
 from tests.kernels.test_attend import Batch
@@ -48,14 +48,14 @@ def test_every_head_is_cut_alike_in_equal_parts(name: str, heads: int, window: i
         cache.data, one.q_heads, one.q.dtype, tokens, one.table, seq_lens, starts, workspace, g, checked=True
     )  # fmt: skip
     cut = AttendCut.of(g, one.q_heads, tokens, len(lengths), "float32", tuning)
-    line = line_of(one, cut, tuning.prologue)
+    prologue = tuning.prologue
+    line = line_of(one, cut, prologue)
     work = AttendWorkspace.of(cut, g.v.head_dim, tokens, len(lengths))
-    tiles, parts, launched = workspace[:24].view(torch.int64).tolist()
     most = cut.most_tiles(g, tokens, len(lengths), one.table.shape[1], tuning)
-    assert (tiles, launched) == (len(line), cut.parts(heads, launch.INTERPRETED_PROCESSORS, most)[0])
-    assert 1 <= parts <= min(launched, tiles)
+    launched, tiles = cut.parts(heads, launch.INTERPRETED_PROCESSORS, most)[0], len(line)
     rows = workspace[work.schedule : work.schedule + 32 * launched].view(torch.int32).view(launched, 8).tolist()
-    at = 0
+    parts, at = sum(row[3] > 0 for row in rows), 0
+    assert parts == min(launched, tiles)
     for sequence, item, tile, count, first_row, new, length in (row[:7] for row in rows[:parts]):
         assert (sequence, item, tile) == line[at]
         assert (first_row, new, length) == (starts[sequence], queries[sequence], lengths[sequence])
@@ -63,6 +63,18 @@ def test_every_head_is_cut_alike_in_equal_parts(name: str, heads: int, window: i
         at += count
     assert at == tiles
     assert [row[3] for row in rows[parts:]] == [0] * (launched - parts)
+    part_of = [part for part, row in enumerate(rows[:parts]) for _ in range(row[3])]
+    told = workspace[work.rows : work.rows + 16 * tokens].view(torch.int32).view(tokens, 4).tolist()
+    for sequence, (length, new) in enumerate(zip(lengths, queries, strict=True)):
+        for query in range(new):
+            state, *where = told[int(starts[sequence]) + query]
+            if not length:
+                assert state == schedule.EMPTY.value
+                continue
+            item = query // cut.tokens
+            held = [part_of[n] for n, tile in enumerate(line) if tile[:2] == (sequence, item) and tile[2] >= prologue]
+            assert where == [held[0], held[-1], query % cut.tokens]
+            assert state == (schedule.JOINED.value if held[0] < held[-1] else schedule.WRITTEN.value)
 
 
 @pytest.mark.parametrize("heads", [5, 16])
