@@ -41,8 +41,9 @@ STAGE_WARPS = 4
 # Longer rows need the registers.
 CAPPED_CHANNELS = 128
 SCHEDULE_CHUNK = 64
-# Reduction: most parts and most elements read at a time; rows of the result from which one program serves a whole row,
-# and from which it serves several heads of an item, whose place it then works out once.
+# Reduction: least and most parts and most elements read at a time; rows of the result from which one program serves a
+# whole row, and from which it serves several heads of an item, whose place it then works out once.
+LEAST_PARTS = 4
 MOST_PARTS = 256
 REDUCED = 1024
 MANY_ROWS = 1024
@@ -96,7 +97,7 @@ def reduce_constants(
         heads = alike = _divisor(group, ITEM_HEADS) if rows >= SHARED_ROWS else 1
     dim, width = pow2(g.v.head_dim), pow2(alike)
     items = max(1, -(-tokens // cut.tokens) * g.num_kv_heads)
-    parts = min(MOST_PARTS, max(8, pow2(-(-programs // items) + 1)))
+    parts = min(MOST_PARTS, max(LEAST_PARTS, pow2(-(-programs // items))))
     if width > 1:
         parts = max(1, min(parts, 2 * REDUCED // (dim * width)))
     return {
