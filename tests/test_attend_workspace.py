@@ -55,6 +55,21 @@ def tiles(**of: Tile) -> tuple[tuple[str, Tile], ...]:
     return tuple((family, of.get(family, Tile(32))) for family in FAMILIES)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_warps_that_share_a_tile_of_inline_pages_have_keys_for_a_matrix_instruction(mode: str) -> None:
+    """Eight keys each at least, where rows of V as they lie have a tile of their own; more where few warps share it."""
+    tuning = TUNINGS["cuda-sm_90"]
+    for dim in (64, 128, 256):
+        for group in (1, 4, 7, 16):
+            for queries in range(1, 9):
+                g = geometry(mode, "inline", dim)
+                cut = AttendCut.of(g, 8 * group, queries, 1, "bfloat16", tuning)
+                least = min(8 * cut.num_warps, 8192 // dim) if mode != "fp8_e4m3" and cut.rows > 8 else 16
+                assert cut.keys >= least, (dim, group, queries)
+    cut = AttendCut.of(geometry(mode, "inline"), 32, 8, 1, "bfloat16", tuning)
+    assert (cut.rows, cut.num_warps, cut.keys) == ((32, 4, 32) if mode != "fp8_e4m3" else (32, 4, 16))
+
+
 def test_padding_to_a_matrix_instruction_makes_no_verification_of_a_decode_step() -> None:
     """Four rows of fp8 take 16 columns on AMD; the tile is still decode's."""
     tuning = replace(DEFAULT, columns=16, warp_holds=2, decode=tiles(float8=Tile(64)), verify=tiles(float8=Tile(16)))

@@ -48,6 +48,12 @@ def page(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
+def a_wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that breaks no link; pytest-xdist tells its workers of one with 80 columns."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.fixture(autouse=True)
 def no_evidence_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
